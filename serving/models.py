@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from exporter.errors import ServerError, UsageError
+from exporter.errors import LfsPointer, ServerError, UsageError
 from exporter.wire.protos import Proto
 from serving.loader import LoadedModel
 from serving.manager import VersionManager
@@ -270,8 +270,8 @@ class ConfigFile:
             try:
                 models.configure(self.read(may_be_empty=False))
                 problem = ""
-            except UsageError as error:
-                problem = f"{error.message} ({error.cause})"
+            except (UsageError, LfsPointer) as error:
+                problem = f"{error.message} ({error.cause or error.hint})"
             except StatusError as error:
                 problem = f"{error.code.name}: {error.message}"
             if problem and problem != self._problem:

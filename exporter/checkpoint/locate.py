@@ -45,6 +45,7 @@ from exporter.errors import (
     CheckpointError,
     CheckpointNotFound,
     CorruptFile,
+    LfsPointer,
     MissingShard,
     TruncatedFile,
     UnsafeArchive,
@@ -285,15 +286,15 @@ def _order(path: Path) -> tuple[int, list[str | int]]:
 def _named_by_state(directory: Path) -> Path | None:
     """Return the path that a directory's state file names as newest, relative or absolute as in the file.
 
-    None if there is no state file, it cannot be read, or it names none. CheckpointError if it cannot be
-    fetched from a store, or is a pointer of Git LFS.
+    None if there is no state file, it cannot be read, is a pointer of Git LFS, or names none. CheckpointError
+    if it cannot be fetched from a store.
     """
     try:
         content = read_regular(directory / CHECKPOINT_STATE_FILE, _MAX_STATE_BYTES)
         text = content.decode(errors="surrogateescape")
         found = _STATE_PATH.search(text)
         name = os.fsdecode(text_encoding.CUnescape(found[1] or found[2] or "")) if found else ""
-    except (OSError, ValueError):
+    except (OSError, ValueError, LfsPointer):
         return None
     path = Path(name)
     return path if 0 < len(path.name) < _MAX_NAME and "\0" not in name else None

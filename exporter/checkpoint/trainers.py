@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint.object_graph import ROOT, ObjectGraph, read_object_graph
 from exporter.checkpoint.tensor_values import read_step
+from exporter.errors import LfsPointer
 from exporter.storage.files import regular_file
 from exporter.storage.layout import CHECKPOINT_STATE_FILE, SAVED_MODEL_FILE, SAVED_MODEL_FILES
 
@@ -57,12 +58,12 @@ def _is_in_saved_model(catalog: Catalog) -> bool:
 
 
 def _holds(path: Path, text: bytes) -> bool:
-    """True if a file holds `text` anywhere; False if it cannot be read, or is empty.
+    """True if a file holds `text` anywhere; False if it cannot be read, is empty, or is a pointer of Git LFS.
 
-    CheckpointError if it cannot be fetched from a store, or is a pointer of Git LFS.
+    CheckpointError if it cannot be fetched from a store.
     """
     with (
-        suppress(OSError, ValueError),
+        suppress(OSError, ValueError, LfsPointer),
         regular_file(path) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view,
     ):
@@ -89,7 +90,7 @@ def _family(catalog: Catalog, objects: ObjectGraph) -> Iterator[str]:
 
 def _saver(catalog: Catalog) -> str:
     with (
-        suppress(OSError),
+        suppress(OSError, LfsPointer),
         regular_file(catalog.prefix.parent / CHECKPOINT_STATE_FILE) as file,
     ):
         if _MANAGER_STATE in file.read(_MAX_STATE_BYTES):

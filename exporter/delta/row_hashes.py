@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from exporter.errors import LfsPointer
 from exporter.storage.files import read_regular, replace_file
 from exporter.tables.integer_sets import distinct
 from exporter.wire.crc32c import masked_crc
@@ -154,6 +155,6 @@ def read_index(
             if (owner, where, values) != (lineage, position, state):
                 return None
             tables = {name: arrays[f"table_{n}"] for n, name in enumerate(names)}
-    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, LfsPointer):
         return None
     return HashIndex(lineage, position, BlockHasher(seed), tables, state)

@@ -19,7 +19,15 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.families import model_beside
-from exporter.errors import CheckpointError, ExportError, GraphError, PublishError, SchemaChanged, UsageError
+from exporter.errors import (
+    CheckpointError,
+    ExportError,
+    GraphError,
+    LfsPointer,
+    PublishError,
+    SchemaChanged,
+    UsageError,
+)
 from exporter.graph.origin import CodePlaces, GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
 from exporter.graph.sources import changed_libraries
@@ -52,7 +60,7 @@ class SourceFiles(Struct):
     @classmethod
     def read(cls, log: Path) -> SourceFiles:
         """Read the record beside a log, by its directory; empty if there is none, or it is damaged."""
-        with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
+        with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError, LfsPointer):
             found = json.loads(read_regular(log / SOURCES_FILE, _MAX_BYTES))
             places = {str(name): Path(str(path)) for name, path in found["places"].items()}
             digests, archives = (FileDigests.from_json(found.get(key, {})) for key in ("digests", "archives"))

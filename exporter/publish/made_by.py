@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from exporter.errors import ManifestError
+from exporter.errors import LfsPointer, ManifestError
 from exporter.options import ExportRequest, Updates, arguments, declared
 from exporter.options.old_names import renew_arguments
 from exporter.publish.manifest import BaseEntry
@@ -57,7 +57,7 @@ def _kept(model: str | Path) -> _Kept | None:
     None if there are none, they cannot be read, or another user wrote them.
     """
     place = _place(model)
-    with suppress(OSError, RuntimeError, msgspec.DecodeError):
+    with suppress(OSError, RuntimeError, msgspec.DecodeError, LfsPointer):
         if place.lstat().st_uid != os.getuid():
             return None  # never propose a command that another user wrote
         return msgspec.json.decode(read_regular(place, _LONGEST_BYTES), type=_Kept)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from exporter.errors import CallFailed
+from exporter.errors import CallFailed, LfsPointer
 from exporter.storage.files import regular_file
 from exporter.storage.layout import WARMUP_FILE
 from exporter.terminal.server_access import ServerAccess
@@ -53,8 +53,8 @@ def probe_request(version: Path) -> Proto | None:
                 request = getattr(log, kind).request
                 if not request.model_spec.signature_name.startswith(_OWN_SIGNATURES):
                     return request
-    except (OSError, ValueError, DamagedRecord):  # the server reports damage when it loads the version
-        return None
+    except (OSError, ValueError, DamagedRecord, LfsPointer):
+        return None  # the server reports damage when it loads the version
     return None
 
 

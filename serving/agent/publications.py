@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.delta.spans import Span
-from exporter.errors import ManifestError
+from exporter.errors import LfsPointer, ManifestError
 from exporter.publish.delta_log import LogDelta
 from exporter.publish.judge import Habit
 from exporter.publish.manifest import overwritten_notes
@@ -174,7 +174,7 @@ class Publications:
         ignored.
         """
         version = self.model.path / str(number)
-        with suppress(OSError, ManifestError):  # only an optimization
+        with suppress(OSError, ManifestError, LfsPointer):  # only an optimization
             record = read_manifest(version).mapped
             if record is not None:
                 read_ahead(version, record, lambda: self.current.newest_version == number)

@@ -77,6 +77,15 @@ def test_files_of_a_checkpoint(ranker: Path, tmp_path: Path, suffix: str) -> Non
     assert_told(tmp_path, train, suffix)
 
 
+@pytest.mark.parametrize("name", ["checkpoint", ".meta"])
+def test_files_that_an_export_can_do_without(ranker: Path, tmp_path: Path, name: str) -> None:
+    train = shutil.copytree(ranker, tmp_path / "train")
+    for file in train.glob(f"*{name}"):
+        point(file)
+    found = export_model("inspect", train, "--json")
+    assert (found.code, found.document["step"]) == (0, 20), found.err
+
+
 @pytest.mark.parametrize(
     "name", ["m.h5", "m.keras", "m.weights.h5", "m.npz", "m.safetensors", "m.safetensors.index.json"]
 )

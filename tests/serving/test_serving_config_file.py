@@ -87,6 +87,7 @@ def test_the_file_is_read_again(server: ModelServer, file: Path, two_models: Pat
         "model_config_list { config { name: ",
         "model_config_list { config { name: 'a' base_path: 'relative' model_platform: 'tensorflow' } }",
         "custom_model_config { }",
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n",
     ],
 )
 def test_what_cannot_be_applied_changes_nothing(
