@@ -62,7 +62,7 @@ _REF_FORMS = {
 }
 
 _GATHERS = frozenset({"Gather", "GatherV2"})
-_MAX_STEPS = 32
+_MAX_STEPS = 32  # through nodes that forward a value: a damaged graph may have a cycle of them
 _SHOWN = 4
 _MOST_LEVELS = 128  # of calls: some functions here, and TensorFlow itself, recurse into each level
 _MOST_EXPANDED = 1 << 22  # nodes; served graphs have some ten thousand, and not many more fit into 2 GB

@@ -89,12 +89,12 @@ class _Lookup(Struct, frozen=True, eq=False):
 
 
 def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> InferenceGraph:
-    """Return a copy of a graph with lookups joined that always run together; the graph itself if none are.
+    """Return a copy of a graph in which lookups that always run together are joined.
 
-    Each joined lookup replaces at least eight. The dynamic tables of the graph must have sizes, as
-    `with_table_shapes` sets them. A table with an index variable whose node is in `apart` keeps its own
-    lookups. `joined` of the copy has the place of each index variable in a joined variable. GraphError if two
-    nodes have the same name.
+    The graph itself if none are. Each joined lookup replaces at least eight. The dynamic tables of the graph
+    must have sizes, as `with_table_shapes` sets them. A table with an index variable whose node is in `apart`
+    keeps its own lookups. `joined` of the copy has the place of each index variable in a joined variable.
+    GraphError if two nodes have the same name.
     """
     free = [table for table in graph.dynamic_tables if not {*table.nodes[: len(INDEX)]} & {*apart}]
     index = GraphIndex.of(graph.meta_graph)
@@ -128,10 +128,10 @@ def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> Inferenc
 def _lookups(
     index: GraphIndex, tables: Iterable[GraphDynamicTable], everything: Iterable[GraphDynamicTable]
 ) -> Iterator[_Lookup]:
-    """Yield the lookups in `tables` that may be joined, table by table, with all lookups of a table or none.
+    """Yield the lookups that may be joined, table by table: all lookups of a table, or none.
 
-    Nothing but these lookups uses such a table's index, and their ids need neither a row of a table in
-    `everything`, nor a branch or a loop.
+    A table of `tables` counts if nothing but its lookups uses its index, and if their ids need neither a row
+    of a table in `everything`, nor a branch or a loop.
     """
     readers = index.consumers
     rows_read = {name for table in everything for name, _ in readers.get(table.nodes[1], ())}
@@ -203,10 +203,11 @@ def _asked_together(
 def _join_variables(
     graph_def: Proto, graph: InferenceGraph, tables: Sequence[GraphDynamicTable], scope: str
 ) -> tuple[dict[str, JoinedPart], list[str]]:
-    """Add to `graph_def` a variable for each part of an index: this part of all `tables`, one after another.
+    """Add a joined variable to `graph_def` for each part of the tables' indexes.
 
-    Returns {node of a table's own variable: its joined variable and first element there}, and the nodes of
-    the new variables in the order of `INDEX`. `scope` is the prefix of their names.
+    It has this part of all `tables`, one after another. Returns {node of a table's own variable: its joined
+    variable and first element there}, and the nodes of the new variables in the order of `INDEX`. `scope` is
+    the prefix of their names.
     """
     known = {variable.node: variable for variable in graph.variables}
     joined, handles = dict[str, JoinedPart](), []
@@ -300,9 +301,9 @@ def separate_lookups(meta_graph: Proto) -> None:
     """Give each lookup that `join_lookups` joined its own nodes and index variables again, in place.
 
     The joined nodes stay, but nothing reads them; the index variables have no sizes. A graph without joined
-    lookups stays unchanged. GraphError if two nodes have the same name, if the joined nodes have been
-    changed, if the default rows of a table are not in the graph, or if other nodes have the names of the new
-    ones.
+    lookups stays unchanged. GraphError if two nodes have the same name, if the joined nodes or the marks of
+    tables have been changed, if the default rows of a table are not in the graph, or if other nodes have the
+    names of the new ones.
     """
     graph_def = meta_graph.graph_def
     if not any(JOINED in node.attr for node in graph_def.node):

@@ -349,7 +349,7 @@ def _strings(index: GraphIndex, node: str, position: int) -> list[str]:
 
 
 def parse_slice_spec(text: str) -> SliceSpec | None:
-    """Return the box in RestoreV2's text for a part; None for "", a whole tensor, and for any other text.
+    """Return the part that a text of RestoreV2 describes; None for "" (a whole tensor) and for other texts.
 
     For instance `"6 4 0,3:-"` is rows 0 to 2 of a tensor [6, 4], with all columns. Source:
     tensorflow/core/framework/tensor_slice.h.

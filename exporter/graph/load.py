@@ -52,7 +52,8 @@ def load_graph(request: GraphRequest) -> InferenceGraph:
     Raises:
         GraphError: a builder failed, or the graph cannot be served; the subclass says why. An ExportError of
             a builder is raised as it is.
-        CheckpointError: a file is damaged, is a pointer of Git LFS, or cannot be fetched from a store.
+        CheckpointError: a file is damaged, is a pointer of Git LFS, or cannot be fetched from a store; its
+            subclass UnsafeArchive if Keras exceeds its time or memory with an archive.
         PublishError: what is fetched from a store cannot be written.
         UsageError: the request names no model, or does not fit it.
         ImportError, TensorFlowNeeded: a builder or a Keras archive is named, and TensorFlow is not installed.
@@ -70,7 +71,8 @@ def load_source(request: GraphRequest) -> SourceGraph:
     Raises:
         GraphError: a builder failed, a signature names an unknown tensor or cannot be served, or an asset is
             missing or may not be read; the subclass says why. An ExportError of a builder is raised as it is.
-        CheckpointError: a file is damaged, is a pointer of Git LFS, or cannot be fetched from a store.
+        CheckpointError: a file is damaged, is a pointer of Git LFS, or cannot be fetched from a store; its
+            subclass UnsafeArchive if Keras exceeds its time or memory with an archive.
         PublishError: what is fetched from a store cannot be written.
         UsageError: the request names no model, or does not fit it.
         ImportError, TensorFlowNeeded: a builder or a Keras archive is named, and TensorFlow is not installed.
@@ -113,7 +115,10 @@ def nothing_to_serve(checkpoint: object = "CHECKPOINT") -> UsageError:
 
 
 def require_function_named(path: Path) -> None:
-    """Raise UsageError for a path that is neither a finished graph nor names a builder by FILE:FUNCTION."""
+    """Raise UsageError for a path that is neither a graph nor a builder with its function (`pkg.mod:fn`).
+
+    A directory, an existing archive, and each name that ends in `.meta` or `.pbtxt` are accepted.
+    """
     if not (":" in str(path) or is_archive(path) or path.is_dir() or path.suffix in _GRAPH_FILES):
         raise UsageError(
             f"--model {path}: expected pkg.mod:fn, file.py:fn, a .meta file, a SavedModel "
@@ -147,9 +152,11 @@ def run_builders_once() -> GraphSource:
 def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
     """Load the graph of the model that a Keras archive describes.
 
-    UsageError if the archive has only weights, or if the request has `--model-arg`, or names tensors;
-    GraphError (and subclasses) if the model cannot be built or served, CheckpointError (and subclasses) if
-    the archive cannot be read, TensorFlowNeeded if no supported TensorFlow is installed.
+    Keras makes the model in another process with limits, unless the archive is trusted. UsageError if the
+    archive has only weights, if the request has `--model-arg` or names tensors, or if a module of
+    `--custom-objects` cannot be imported; GraphError (and subclasses) if the model cannot be built or served;
+    CheckpointError (and subclasses) if the archive cannot be read, UnsafeArchive if Keras exceeds its time or
+    memory; TensorFlowNeeded if no supported TensorFlow is installed.
     """
     from exporter.graph.archived_graph import archived_graph
     from exporter.graph.builder import require_no_tensors, source_of

@@ -523,7 +523,7 @@ _OLD_HANDING_ON = {
 
 
 def use_resource_tables(meta_graph: Proto, index: GraphIndex) -> bool:
-    """Let tables of TensorFlow 1.0 to 1.2 have resource handles, in place; True if the graph was changed.
+    """Give tables of TensorFlow 1.0 to 1.2 resource handles, in place; return True if the graph was changed.
 
     An operation such as HashTable returns its table as a reference, which no function takes, so that a
     signature could not be computed again after an update. HashTableV2 makes the same table, in the same

@@ -776,9 +776,9 @@ class Body:
         return iter(self.function.ret.values() if self.function is not None else ())
 
     def canonical(self, reference: str) -> str:
-        """Return the form of a tensor's name that both its names in a graph have: `node:0` for `node`.
+        """Return a tensor's canonical name: in a graph `node:0`, also for `node`.
 
-        In a function a tensor has only one name.
+        In a function a tensor has only one name, which is returned.
         """
         return reference if self.function is not None or ":" in reference else f"{reference}:0"
 

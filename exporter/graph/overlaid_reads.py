@@ -125,7 +125,7 @@ def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None
 
 
 def overlay_joined_reads(meta_graph: Proto, tables: Mapping[str, OverlaidReads]) -> None:
-    """Let gathers of tables that share an overlay, and always run together, read it together, in place.
+    """Let all gathers that always run together read the overlay that their tables share at once, in place.
 
     At least eight gathers are changed at once. They are marked, so that `overlay_reads` changes only the
     other reads. `tables` are by the nodes of their handles. GraphError if two nodes have the same name.

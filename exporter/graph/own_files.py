@@ -50,10 +50,10 @@ class OwnFiles:
         self._fed = {*fed}
 
     def needs(self, scope: Body, texts: Iterable[str]) -> set[int] | None:
-        """Return the positions of the scope's arguments that must be paths of own files to make `texts` such.
+        """Return the positions of arguments of `scope` that must be own files for `texts` to be own files.
 
-        `texts` are names of tensors in the body `scope`. Empty if they are paths of own files in any case;
-        None if one of them may be another path.
+        `texts` are names of tensors in the body `scope`; a tensor is an own file if it certainly is the path
+        of a file of the version. Empty if they are own files in any case; None if one may be another path.
         """
         places: set[int] = set()
         pending, seen = [*texts], set[str]()
@@ -74,7 +74,7 @@ class OwnFiles:
         return places
 
     def needs_of_call(self, node: Proto, callee: str, places: Iterable[int], scope: Body) -> set[int] | None:
-        """Return, as `needs`, positions of the scope's arguments for some inputs of the call `node`.
+        """Return the result of `needs` for some inputs of the call `node`: positions of arguments of `scope`.
 
         The inputs are those for the arguments of the function `callee` at the positions `places`. None also
         if these inputs are not known. GraphError if two nodes of a loop's body have one name.

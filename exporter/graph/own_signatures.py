@@ -53,9 +53,9 @@ class Effects(Struct, frozen=True):
 
     @property
     def is_purpose(self) -> bool:
-        """True if an operation that no output needs saves, or if something changes and nothing is computed.
+        """True if clients call the signature for its effects, and not for its answer.
 
-        Clients call such a signature for its effects.
+        It saves, by an operation that no output needs, or it has an effect and computes nothing.
         """
         saves = any(each.op in _SAVES for each in self.dropped)
         return saves or (bool(self.writes or self.dropped) and not self.computes)

@@ -61,7 +61,7 @@ class Program(Struct, frozen=True):
 
 
 def is_plain_module(module: bytes) -> bool:
-    """True for a program in bytecode all of whose operations only compute; False for any other bytes.
+    """True if `module` is a program in bytecode whose operations all only compute; False for other bytes.
 
     A custom call counts as such if XLA reads its target as a note, without running a function of that name.
     """

@@ -50,7 +50,7 @@ def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Ex
 def _embedding_kinds(catalog: Catalog) -> dict[str, ExtraKind]:
     """Return the purposes of embedding variables' tensors, by the tensor's name.
 
-    Empty if one of them is damaged.
+    Empty if an embedding variable is damaged or cannot be read.
     """
     try:
         variables = embedding_variables(catalog)
