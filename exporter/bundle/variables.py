@@ -323,8 +323,10 @@ class _Writer:
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
         """Run the tasks that write the last shards, and wait for them; return their tensors and reports.
 
-        Sets `_rounded`. The job is entered in `stack`, and exited when that closes. Raises the errors of
-        `write_variables`.
+        Sets `_rounded`. The job is entered in `stack`, and exited when that closes. Raises CheckpointError
+        (and subclasses) if an input changed, is damaged or cannot be read, MappingError or NotFinite if a
+        value does not fit the dtype it is cast to, EngineFailed if the engine failed, UsageError if the store
+        of kept jobs cannot be opened, PublishError and subclasses if a shard cannot be written.
         """
         before, runner, made = len(self._kept), self._runner, self._made
         shards = self._moves.run(

@@ -539,9 +539,9 @@ class StoredChecksums:
     def check(self, names: Iterable[str]) -> None:
         """Verify the checksums of all stored runs of these variables.
 
-        Runs that were not read completely are read now. Raises CorruptFile if one differs, CheckpointError
-        (and subclasses) if bytes cannot be read, DiskFull or PublishError if bytes fetched from a store
-        cannot be kept.
+        Runs that were not read completely are read now. Verified runs are recorded in the state. Raises
+        CorruptFile if one differs, CheckpointError (and subclasses) if bytes cannot be read, DiskFull or
+        PublishError if bytes fetched from a store cannot be kept.
         """
         names = list(names)
         for variable in (self._state.stored[name] for name in names):

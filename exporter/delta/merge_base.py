@@ -123,8 +123,8 @@ class BaseMerger:
     def _copied(self, name: str, key: str, part: SliceSpec | None) -> Iterator[Place[str]]:
         """Yield at most one section, which copies a whole value.
 
-        The value is that of the newest delta that has it, else of the base. If no extent holds the value, it
-        is noted for `_write_left`, with the tensor's key and its box (None: all of it).
+        It copies from the newest delta that has the value, else from the base. If no extent holds the value,
+        it is noted for `_write_left`, with the tensor's key and its box (None: all of it).
         """
         copied = newest_value(name, self._deltas) if not self._variables[name].is_table else None
         reader = self._stored[name]

@@ -98,7 +98,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
         Return the numbers of rows and of unpacked rows. `sources` has a reader for each of `ranges`. Raises
         CorruptFile if row numbers are wrong, CheckpointChanged if a file became shorter, OSError if the shard
-        or a temporary file cannot be written, PublishError and subclasses if such a file cannot be made.
+        or a temporary file cannot be written, PublishError and subclasses if a temporary file cannot be made.
         """
         base, left = sources[: len(self.base)], iter(sources[len(self.base) :])
         layers = [_layer_rows(self, list(islice(left, len(layer)))) for layer in self.layers]
@@ -214,7 +214,8 @@ class Merge(WriteShard, frozen=True, kw_only=True):
 def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, int | None]]:
     """Yield key, stored bytes and masked checksum of each header tensor of a delta.
 
-    The checksum is None if the caller has to compute it. `rows` is the number of rows of all its tables.
+    The checksum is None if the caller has to compute it. `rows` is the number of rows of all the delta's
+    tables.
     """
     for key, array in header_tensors(header, rows).items():
         if array.dtype == object:

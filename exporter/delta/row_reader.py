@@ -487,9 +487,10 @@ def translate(
 ) -> dict[str, Change]:
     """Convert a trainer's change of a tensor into changes of the variables served from it, by their names.
 
-    The ids of a change's rows count through the tensor as it is stored. Rows stay rows, also of dense
-    variables: see `exporter.delta.layers.fold_whole`. A variable without any of the rows gets an empty
-    change. Raises MappingError or NotFinite if a value does not fit the served dtype.
+    `schema` has the served variables by name. The ids of a change's rows count through the tensor as it is
+    stored. Rows stay rows, also of dense variables: see `exporter.delta.layers.fold_whole`. A variable
+    without any of the rows gets an empty change. Raises MappingError or NotFinite if a value does not fit the
+    served dtype.
     """
     if not isinstance(change, Rows):
         return dict(_parts_of_whole(source, change, schema))

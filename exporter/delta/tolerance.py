@@ -246,7 +246,7 @@ class _Sieve:
 
     @property
     def changed_rows(self) -> int:
-        """The number of rows that would be sent without a budget."""
+        """The number of rows that would be sent without a limit of the delta's size."""
         return int(np.count_nonzero(self._scores >= 0))
 
     @property
@@ -295,8 +295,8 @@ class _Sieve:
     def _distances(self, a: Array, b: Array) -> Array:
         """Return the Euclidean distance of each row of `a` from the same row of `b`.
 
-        Rows in 8 bits are decoded first. Rows of float32 are computed in float32, which is faster, if no
-        exact number matters.
+        Rows in 8 bits are decoded first. Rows of float32 are computed in float32, which is faster, unless a
+        bound or norms are set.
         """
         if self._is_coded:
             a, b = values_of(a), values_of(b)

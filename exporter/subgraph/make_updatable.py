@@ -67,8 +67,8 @@ class IncrementalOptions(Updates, frozen=True, kw_only=True):
 
     `lineage` identifies the log, `log` is its first position; `position` and `step` are the base's own.
     `patience_seconds` limits a reader's wait for an update; it must exceed the time that the largest snapshot
-    takes to write.
-    `warmed` names the signatures whose first call is a warm-up record: it prepares everything they may need.
+    takes to write. `warmed` names the signatures whose first call is a warm-up record: it prepares everything
+    they may need.
     """
 
     lineage: str

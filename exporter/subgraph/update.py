@@ -92,11 +92,11 @@ class UpdateProgress(Struct, frozen=True):
 
 
 class Outlook(Struct, frozen=True):
-    """The situation in which an update begins: its start, the published deltas, and the last position
-    allowed.
+    """The situation in which an update begins: its start, the published deltas, and a limit.
 
-    `limit` is that position. `explicit` is false if the caller asked for the newest position. `is_step` is
-    true if `published` has only the delta from the present position to the wanted one (`list_step`).
+    `limit` is the last position allowed. `explicit` is false if the caller asked for the newest position.
+    `is_step` is true if `published` has only the delta from the present position to the wanted one
+    (`list_step`).
     """
 
     start: UpdateProgress

@@ -42,7 +42,7 @@ DeltaPlaces: TypeAlias = dict[OverlayNodes, Places]
 
 
 class JoinedRows(Struct, frozen=True):
-    """A variable that is part of a joined one: `handle` of the joined one, and its `first` row in that."""
+    """A part of a joined variable: the joined variable's `handle`, and the part's `first` row in it."""
 
     handle: Tensor
     first: int
@@ -77,8 +77,8 @@ class HandleLayout(Struct, frozen=True, dict=True):
     graph are restored from one tensor. `numbers` are the places of these handles, their indices among all:
     variables inside one joined variable share a place. `overlaid` has each owner's overlay, or None; `joined`
     the first row of a variable that is part of another, or None. The handles of overlays come last. The
-    function takes them as vectors, one for each device; `vectors` are the places of what is in each. A place
-    in `apart` is one of these alone, and its handle no vector.
+    function takes them as vectors, one for each device; `vectors` are the places of what is in each. The
+    handle at a place in `apart` is passed by itself, not in a vector.
     """
 
     schema: Schema

@@ -157,9 +157,9 @@ class KeyIndex:
     def restore(self, keys: Tensor, rows: Tensor, also: Callable[[], list[Any]] = list) -> Any:
         """Add the operation that assigns `rows` to `keys` and removes all other keys; return it.
 
-        `keys` and `rows` are int64 [n], no key and no row twice. It runs under the lock. `also` adds
-        operations that run before the index has the new rows. The record of removed keys is cleared. Fails
-        with InvalidArgumentError of TensorFlow, when it runs, if a row is beyond the capacity.
+        `keys` and `rows` are int64 [n], no key and no row twice. The operation runs under the lock. `also`
+        adds operations that run before the index has the new rows. The record of removed keys is cleared.
+        Fails with InvalidArgumentError of TensorFlow, when it runs, if a row is beyond the capacity.
         """
         fits = tf.debugging.assert_less(
             tf.concat([[tf.constant(-1, tf.int64)], rows], 0),

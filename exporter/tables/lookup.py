@@ -62,8 +62,8 @@ class TableLookups(ABC):
     def lookup_sparse(self, ids: Any, weights: Any = None, combiner: str = "mean") -> Any:
         """Return the combined rows of the ids in each row of a SparseTensor: [n, dim].
 
-        n is the number of its rows. `combiner` is "sum", "mean" or "sqrtn"; `weights` is a SparseTensor of
-        the same indices, or None for 1 each. New ids, and errors, are as in `rows`.
+        n is the number of rows of the SparseTensor `ids`. `combiner` is "sum", "mean" or "sqrtn"; `weights`
+        is a SparseTensor of the same indices, or None for 1 each. New ids, and errors, are as in `rows`.
         """
         return tf.nn.embedding_lookup_sparse(self.values, self.rows(ids), weights, combiner=combiner)
 
