@@ -32,7 +32,7 @@ class Admission(Struct, frozen=True):
 
     @property
     def is_everyone(self) -> bool:
-        """True if every key is served."""
+        """True if the filter leaves out no key."""
         return self.min_freq <= 0 and self.max_age_steps is None
 
     def enough(self, freqs: Array | None) -> Array | bool:

@@ -328,7 +328,7 @@ def overlap(specs: Sequence[SliceSpec], cuts: int = 8) -> str:
 
 
 def _separate(specs: Sequence[SliceSpec], axis: int) -> list[list[SliceSpec]]:
-    """Divide boxes into groups, ordered along `axis`; boxes of different groups do not overlap along it."""
+    """Return boxes in groups, ordered along `axis`; boxes of different groups do not overlap along `axis`."""
     groups: list[list[SliceSpec]] = []
     end = -1
     for spec in sorted(specs, key=lambda spec: (spec.starts[axis], spec.lengths[axis])):

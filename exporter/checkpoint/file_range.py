@@ -119,10 +119,10 @@ class FileRange(Struct, frozen=True):
                 raise CheckpointChanged(f"{self.path} became shorter after it was read")
 
     def read(self) -> bytes:
-        """Return all bytes at once, for small ranges; CheckpointError as `FileRange.chunks`.
+        """Return all bytes at once, which is for small ranges.
 
-        CheckpointChanged if the file was replaced or became shorter; DiskFull or PublishError if an object of
-        a store cannot be kept here.
+        CheckpointChanged if the file vanished, was replaced or became shorter; CheckpointError if it cannot
+        be read; DiskFull or PublishError if an object of a store cannot be kept here.
         """
         return b"".join(self.chunks())
 
@@ -131,8 +131,9 @@ class FileRange(Struct, frozen=True):
 def verify(source: FileRange) -> None:
     """Raise CorruptFile if the bytes of a range do not have its `crc32`; without one nothing is read.
 
-    The last 64 ranges that passed are remembered, and not read again. Errors of reading are those of
-    `FileRange.chunks`.
+    The last 64 ranges that passed are remembered, and not read again. CheckpointChanged if the file vanished,
+    was replaced or became shorter, CheckpointError if it cannot be read; DiskFull or PublishError if an
+    object of a store cannot be kept here.
     """
     if source.crc32 is None:
         return
@@ -173,8 +174,9 @@ class PlainValues(Struct, frozen=True):
     def blocks(self) -> Iterator[np.ndarray[Any, Any]]:
         """Yield the values as flat numpy arrays in C order.
 
-        The archive's checksum is verified before the first: CorruptFile if it is wrong, CheckpointChanged if
-        the file was replaced or became shorter, CheckpointError if it cannot be read.
+        The archive's checksum is verified before the first array. Raised during the iteration: CorruptFile if
+        the checksum is wrong, CheckpointChanged if the file was replaced or became shorter, CheckpointError
+        if it cannot be read; DiskFull or PublishError if an object of a store cannot be kept here.
         """
         verify(self.archive)
         for data in whole_items(self.source.chunks(), self.dtype.numpy.itemsize):

@@ -43,8 +43,8 @@ class Identity(Struct, frozen=True):
     def of(cls, catalog: Catalog) -> Identity:
         """Return the identity of a checkpoint whose catalog was just read.
 
-        CheckpointChanged if its index was replaced, or it vanished; CheckpointError if a store cannot be
-        read.
+        CheckpointChanged if its index was replaced, or the checkpoint vanished; CheckpointError if a store
+        cannot be read.
         """
         if catalog.index_digest is not None:
             files = look(catalog.prefix)

@@ -88,8 +88,8 @@ def read_config(path: Path) -> ModelConfig | None:
     """Return the model that an archive describes, None for weights alone; nothing in it is executed.
 
     Raises:
-        CorruptFile: a `.keras` zip has no `config.json`, or it is damaged.
-        CheckpointError: as `read_keras`.
+        CorruptFile: the file is damaged, or a `.keras` zip has no `config.json`.
+        CheckpointError: the file cannot be read, or is hostile (UnsafeArchive): see `read_keras`.
     """
     if _is_zip_by_name(path):
         members = read_members(path)
@@ -116,7 +116,7 @@ def list_assets(path: Path) -> list[Member]:
     Empty for other files.
 
     Raises:
-        CheckpointError: see `read_keras`.
+        CheckpointError: it, or a subclass: the archive is damaged or hostile, or cannot be read.
     """
     if not _is_zip_by_name(path):
         return []
@@ -130,8 +130,8 @@ def unpack_assets(path: Path, directory: Path) -> bool:
 
     Raises:
         UnsafeArchive: a name leads out of `directory`, or a file has more than 1 GiB.
-        CheckpointError: see `read_keras`.
-        OSError: a file cannot be written.
+        CheckpointError: it, or a subclass: the archive is damaged or hostile, or cannot be read.
+        OSError: a file cannot be written. In each case files may have been written before.
     """
     assets = list_assets(path)
     for member in assets:

@@ -129,6 +129,7 @@ def candidates(path: Path) -> list[Path]:
         CheckpointError: the directory, or the store of a URL, cannot be listed; or the state file cannot be
             fetched from a store, or is a pointer of Git LFS.
         UsageError: a URL is malformed, or the library that reads stores is not installed.
+        DiskFull, PublishError: files of a store cannot be kept here.
     """
     path = mirror.local(path)
     mirror.refresh(path)

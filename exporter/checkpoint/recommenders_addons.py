@@ -163,7 +163,10 @@ def table_in_graph(node: str) -> str:
 
 
 def _name_in_graph(path: str) -> str:
-    """Return the variable's name for its node's path: scopes, and the name with underscores for slashes."""
+    """Return a variable's name from its node's path: scopes, then the name with underscores for slashes.
+
+    Underscores become slashes again where the name repeats the scopes.
+    """
     *scopes, flat = path.split("/")
     name = flat
     # Scopes that the name repeats belong to the name; numbers behind them distinguish equal scopes.

@@ -66,8 +66,11 @@ def checked_map(catalog: Catalog, ref: TensorRef) -> Array:
 
     Raises:
         CorruptFile: the checksum is wrong.
-        ValueError, UnsupportedFormat, CheckpointChanged: as `memory_map`.
-        CheckpointError, DiskFull, PublishError: it cannot be fetched.
+        ValueError: the tensor is partitioned, or is not in a bundle.
+        UnsupportedFormat: strings and variants have no array on disk.
+        CheckpointChanged: the shard vanished or shrank since the catalog was read.
+        CheckpointError: the shard cannot be read, or fetched from a store.
+        DiskFull, PublishError: bytes fetched from a store cannot be written.
     """
     extent, shape = stored_extent(ref, None)
     path = catalog.path_of(extent)
@@ -158,7 +161,7 @@ def check_values(
     With `keep`, bytes fetched from a store are kept for later readers; without, numbers are not kept.
 
     Raises:
-        CorruptFile: they differ.
+        CorruptFile: the checksums differ, or the bytes are not the strings that the index declares.
         CheckpointChanged: the shard vanished or shrank since the catalog was read.
         CheckpointError: the shard cannot be read.
         DiskFull, PublishError: bytes fetched from a store cannot be written.

@@ -114,7 +114,7 @@ def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
 
 
 def _steps_of_optimizers(catalog: Catalog, objects: ObjectGraph) -> Iterator[int]:
-    """Yield the step of each outermost optimizer: the greatest of its own and of those that it contains.
+    """Yield the step of each outermost optimizer: the greatest of its own step and its inner optimizers'.
 
     An optimizer that scales losses does not count itself, and inner ones continue where an outer one
     restarted. CheckpointError and subclasses, as `read_step`, if a step cannot be read.

@@ -74,8 +74,7 @@ _INCR_OFFSETS = "-incr_partition_offset"
 
 
 def touched_rows(catalog: Catalog, variables: Mapping[str, EmbeddingVariable]) -> Iterator[KeyedRows]:
-    """Yield the touched rows of each embedding variable in an increment, parts joined, every checksum
-    verified.
+    """Yield the touched rows of each embedding variable in an increment, parts joined, checksums verified.
 
     `catalog` is the increment's; `variables` are those of the full checkpoint, by name. Touched rows of other
     variables are ignored, and variables without any yield nothing. Rows have frequencies only if all their
@@ -317,8 +316,7 @@ class DeepRecIncrement(Struct, frozen=True):
             raise CorruptFile(f"{self.path}: {name!r} has no keys beside it")
 
     def _rows(self, name: str, tensor: TensorRef, part: int | None) -> Rows:
-        """Return the increment's rows of an ordinary table or its part, with row numbers of the whole table,
-        unsorted.
+        """Return the increment's rows of an ordinary table or its part, unsorted, by row number of the table.
 
         `name` is the tensor of the keys, `tensor` the table in the full checkpoint, `part` the number of the
         part, None for the whole. Raises CorruptFile if the values are absent, or do not fit rows and table.
@@ -338,8 +336,7 @@ class DeepRecIncrement(Struct, frozen=True):
 
 
 def read_increment(full: Catalog) -> DeepRecIncrement | None:
-    """Return the newest incremental checkpoint that builds on the full checkpoint `full`; None if there is
-    none.
+    """Return the newest incremental checkpoint on top of the full checkpoint `full`; None if there is none.
 
     Its step is above the step of `full`, below the step of the next full checkpoint, and at most the step
     that the state file beside the increments names; its index file is not older than that of `full`. An
@@ -358,8 +355,7 @@ def read_increment(full: Catalog) -> DeepRecIncrement | None:
 
 
 def abandoned_increment(full: Catalog) -> str:
-    """Return the name of the increment of the highest step after `full`, if its index file is older than that
-    of `full`.
+    """Return the name of the increment of the highest step after `full` if its index is older than `full`'s.
 
     Such an increment is left over from a training that was set back. "" if it is not older, or there is none.
     Raises CheckpointError if the directory cannot be listed.
@@ -398,8 +394,7 @@ def _is_older(increment: Path, full: Path) -> bool:
 
 
 def _listed(directory: Path) -> list[tuple[int, str]]:
-    """Return (step, name) of each incremental checkpoint in a directory, unsorted; empty if it does not
-    exist.
+    """Return (step, name) of each incremental checkpoint in a directory, unsorted; empty if it is missing.
 
     Raises OSError if it cannot be listed.
     """
@@ -450,8 +445,7 @@ def plan_deeprec_changes(
 
 
 def _range_of(tensor: TensorRef, part: int | None) -> tuple[int, int]:
-    """Return the first row and the number of rows of part number `part` of a tensor; of the whole tensor for
-    None.
+    """Return (first row, number of rows) of part number `part` of a tensor; `part` None means all of it.
 
     Raises CorruptFile if there is no such part.
     """

@@ -134,9 +134,7 @@ class History(Struct, frozen=True, dict=True):
         return max((stored.increment.generation for stored in self.increments), default=0)
 
     def written_last(self, count: int) -> list[StoredIncrement]:
-        """Return the `count` increments with the highest generation, then step: those written last, newest
-        first.
-        """
+        """Return the `count` increments written last, newest first: by generation, then step."""
         return nlargest(count, self.increments, _age)
 
     def find(self, increment: str) -> StoredIncrement | None:
@@ -144,9 +142,7 @@ class History(Struct, frozen=True, dict=True):
         return self._by_id.get(increment)
 
     def markers_of(self, checkpoint: CheckpointId) -> tuple[CheckpointMarker, ...]:
-        """Return the markers of full checkpoints that equal `checkpoint` in step and content, whatever their
-        names.
-        """
+        """Return the markers of full checkpoints with the step and content of `checkpoint`, of any name."""
         return tuple(found for found in self.markers if found.checkpoint == checkpoint)
 
     def awaits_marker(self, checkpoint: CheckpointId, published: StateId) -> bool:
@@ -181,10 +177,9 @@ class History(Struct, frozen=True, dict=True):
         return tuple(chain.values())
 
     def chain(self, start: StateId, tip: str) -> tuple[StoredIncrement, ...] | None:
-        """Return the increments that certainly connect state `start` to increment `tip` without a gap, oldest
-        first.
+        """Return the chain of increments, without a gap, from state `start` to increment `tip`, oldest first.
 
-        Empty if both are the same state; None if they are not connected.
+        Empty if both are the same state; None if they are not certainly connected.
         """
         if tip in self.same(start):
             return ()
@@ -199,18 +194,14 @@ class History(Struct, frozen=True, dict=True):
         return None
 
     def same(self, state: StateId) -> set[StateId]:
-        """Return the full checkpoints and increments (by id) that are known to equal a state, itself
-        included.
-        """
+        """Return a state, and all full checkpoints, and increments by id, that are known to equal it."""
         names: set[StateId] = {state}
         while more := [pair for pair in self._equal if pair & names and pair - names]:
             names = names.union(*more)
         return names
 
     def newest_event(self, state: StateId) -> datetime | None:
-        """Return the time of the newest event that a state, or an equal one, was trained on; None if not
-        known.
-        """
+        """Return the time of the newest event that a state or an equal one was trained on; None: unknown."""
         names = self.same(state)
         stored = (stored.increment for stored in self.increments)
         return newest(
@@ -242,9 +233,7 @@ class History(Struct, frozen=True, dict=True):
         return next((stored for name in names if (stored := self.find(name))), None)
 
     def _children(self, state: StateId, *, surely: bool = True) -> list[StoredIncrement]:
-        """Return the increments that certainly follow a state, unsorted; unless `surely`, also those that may
-        follow.
-        """
+        """Return the increments that follow a state, unsorted: the certain ones or, unless `surely`, all."""
         names = self.same(state)
         children = [stored for name in names for stored in self._by_parent.get(name, [])]
         for marker in self.markers:
@@ -272,8 +261,7 @@ def _age(stored: StoredIncrement) -> tuple[int, int]:
 
 
 def identify(prefix: Path, step: int) -> CheckpointId:
-    """Return the identity of the full checkpoint at `prefix`, which holds `step`: name, step, digest of its
-    index.
+    """Return the identity of the full checkpoint at `prefix`: its name, `step` and its index's digest.
 
     Raises:
         CheckpointNotFound: its index cannot be read.

@@ -111,9 +111,7 @@ class Increment(Struct, frozen=True, kw_only=True):
 
     @property
     def tensor_names(self) -> list[str]:
-        """The names of the tensors in the increment's bundle: those of variables, then those of tables by
-        keys.
-        """
+        """The names of the tensors in the increment's bundle: first of variables, then of tables by keys."""
         by_number = [key for changed in self.variables for key in changed.variable.keys]
         return by_number + [key for table in self.tables for key in table.keys]
 
@@ -132,11 +130,10 @@ class StoredIncrement(Struct, frozen=True):
         return read_catalog(self.path / DELTA_NAME)
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """Yield each variable, in manifest order, with its new value or rows, read into memory, checksums
-        verified.
+        """Yield each variable, in manifest order, with its new value or rows, every checksum verified.
 
-        Tables by keys are left out (see `tables`). While iterating, raises CorruptFile if the bundle does not
-        fit the manifest, and other CheckpointErrors if it cannot be read.
+        Values are read into memory. Tables by keys are left out (see `tables`). While iterating, raises
+        CorruptFile if the bundle does not fit the manifest, and other CheckpointErrors if it cannot be read.
         """
         catalog = self._listed_catalog()
         for changed in self.increment.variables:
@@ -154,8 +151,7 @@ class StoredIncrement(Struct, frozen=True):
                 yield table, read_table(catalog, table)
 
     def keyed_changes(self, names: Collection[str]) -> Iterator[KeyedChange]:
-        """Yield the new rows and removed keys of the tables by keys with these names, every checksum
-        verified.
+        """Yield the new rows and removed keys of the named tables by keys, every checksum verified.
 
         Names of tables that are not in the increment are ignored. All its tables by keys are read, whatever
         the names. While iterating, raises CheckpointError and subclasses (CorruptFile) if the bundle is
@@ -314,8 +310,7 @@ def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
 
 
 def _change(catalog: Catalog, changed: Changed) -> Change:
-    """Read a variable's rows, or its whole value if it is dense, from an increment's bundle, checksums
-    verified.
+    """Read a variable's rows, or the value of a dense one, from an increment's bundle, checksums verified.
 
     Raises CorruptFile if they do not fit the variable, CheckpointChanged if a shard vanished, other
     CheckpointErrors if it cannot be read.

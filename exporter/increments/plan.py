@@ -38,21 +38,18 @@ class AnyIncrement(Protocol):
         """
 
     def keyed_changes(self, names: Collection[str]) -> Iterator[KeyedChange]:
-        """Yield the new rows and removed keys of the tables by keys with these names, every checksum
-        verified.
+        """Yield the new rows and removed keys of the named tables by keys, every checksum verified.
 
         Unknown names are ignored. Raises, at the call or while iterating, CheckpointError and subclasses if
         the increment is damaged or gone.
         """
 
     def key_counts(self) -> Counter[str]:
-        """Return the number of changed keys of each table by keys, by its name; only manifest or index is
-        read.
-        """
+        """Return the number of changed keys of each table by keys, by name, from manifest or index alone."""
 
 
 class ChangePlan(Struct, frozen=True):
-    """How to reach the trainer's state `target`, which is to be published next.
+    """A plan to reach the trainer's state `target`, which is to be published next.
 
     `increments` hold all changes if `is_known`. Otherwise the target is the full checkpoint with `increments`
     applied on top, and it must be compared with the published state; `reason` says why.
@@ -79,7 +76,7 @@ def plan_changes(
     awaits_increment: bool = False,
     is_alone: bool = False,
 ) -> ChangePlan:
-    """Plan what to publish after `published` to reach the full checkpoint `full` and its increments.
+    """Return the plan of the publication after `published`: of the full checkpoint `full` and its increments.
 
     - The target is the last increment after `full`, or the increment that `full` equals, or `full` itself.
     - If the target is published, and no row is further from it than `within`, there is nothing to do.
@@ -145,9 +142,7 @@ def _last_event(published: TrainerVersion, chain: Sequence[StoredIncrement]) -> 
 
 
 def _reason(published: TrainerVersion, full: CheckpointId, history: History, *, is_alone: bool) -> str:
-    """Return a sentence for people on why `published` and `full` must be compared: the first reason that
-    applies.
-    """
+    """Return a sentence with the first reason that applies for which `published` and `full` are compared."""
     if not published.is_exact:
         return LEFT_OUT if published.left_out is not None else ROUNDED
     if is_alone and history.after(full):

@@ -18,7 +18,8 @@ class Digest(Task, frozen=True, kw_only=True):
         """Read the file; return a receipt whose tag is its SHA-256 (lower-case hex).
 
         CheckpointChanged if the file is not as planned, CheckpointError or OSError if it cannot be read,
-        PublishError or DiskFull if an object cannot be copied into `directory.scratch`.
+        PublishError or DiskFull if an object cannot be copied into `directory.scratch`, UsageError if the
+        library that reads stores is not installed on this machine.
         """
         (source,) = self.inputs
         with source.file((Range(0, 0, source.size),), directory.scratch) as path:

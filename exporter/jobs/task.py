@@ -173,7 +173,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
         Files in the directory `scratch` are removed at the end. CheckpointChanged if an input is not as
         planned, CheckpointError if it cannot be read, PublishError or DiskFull if `scratch` cannot be
-        written.
+        written, UsageError as `Input.file`.
         """
         wanted: list[list[Range]] = [[] for _ in self.inputs]
         for each in ranges:

@@ -271,7 +271,7 @@ class ExportOutcome(Struct, frozen=True):
 
 
 class Exports:
-    """The exports of one training; `outcomes` has those that ended or were abandoned, oldest first.
+    """The exports of one training; `outcomes` lists the ended and abandoned ones, oldest first.
 
     Raises:
         UsageError: `what` is an incomplete request.
@@ -473,8 +473,8 @@ class ExportArguments(Struct, frozen=True):
         """Return a request, or a list of arguments with `--ckpt-dir DIR`, split into DIR and all others.
 
         Raises:
-            UsageError: `--ckpt-dir` or `--out` is missing, `--watch` is given, the request is for deltas or
-                cannot be expressed as arguments, or `what` is a single string.
+            UsageError: `--ckpt-dir` or `--out` is missing or malformed, `--watch` is given, the request is
+                for deltas or cannot be expressed as arguments, or `what` is a single string.
         """
         if isinstance(what, ExportRequest):
             require_exact(what, 'pass arguments with "--incr": ["--ckpt-dir", "train", "--incr", ...]')

@@ -1542,7 +1542,7 @@ class RunTip(NamedTuple):
     def of(cls, run: str, generation: int, parent: Union[str, FullCheckpoint], step: int) -> "RunTip":
         """Return the tip of a new session, with an id of its own, which begins at `parent` with its `step`.
 
-        `generation` is the highest one before it.
+        `generation` is the highest generation before the session, whose own is one more.
         """
         return cls(run, new_id(), generation + 1, parent, step)
 
@@ -2020,7 +2020,7 @@ class IncrementHook(SessionHook):
         return plan_tracking(v1().global_variables())
 
     def _is_known(self, saveable: Any) -> bool:
-        """True if increments hold the content of a saver's object that is not a variable; here never."""
+        """True if increments hold the content of a saver's object other than variables; here always False."""
         return False
 
     def _publisher(

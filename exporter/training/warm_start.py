@@ -88,9 +88,9 @@ def load_checkpoint(
     renames: Iterable[str] = (),
     object_path: str | None = None,
 ) -> LoadReport:
-    """Load the tensors of a checkpoint that fit into a model or variables.
+    """Load the tensors of a checkpoint that fit into a model or variables; others keep their values.
 
-    Other variables keep their values. Args:
+    Args:
         target: a built model of Keras 3 or tf-keras, a `tf.Module`, or variables. With a session: variables
             of its graph; None for all global ones except the global step.
         checkpoint: a directory (the newest one in it), a prefix or an archive.

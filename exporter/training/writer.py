@@ -114,9 +114,10 @@ class IncrementWriter:
     ) -> Path | None:
         """Write an increment; return its directory, or None if nothing changed.
 
-        `removed` has the removed keys of tables by keys, by name. `event_time` is the time of the newest
-        event that was trained on: a `datetime` with a time zone, or seconds since 1970; a malformed one is
-        logged and left out. Increments that no full checkpoint needs any more are removed.
+        `changes` has, by name, (row numbers, rows) or the whole value of a variable, and (keys, rows) of a
+        table by keys; `removed` has the removed keys of such tables, by name. `event_time` is the time of the
+        newest event that was trained on: a `datetime` with a time zone, or seconds since 1970; a malformed
+        one is logged and left out. Increments that no full checkpoint needs any more are removed.
 
         Raises:
             UsageError: there is no full checkpoint, the step does not grow, or another writer has begun.

@@ -98,7 +98,7 @@ def execute_all(works: list[bytes]) -> tuple[list[bytes], float]:
 
 
 def by_value() -> Callable[[list[bytes]], tuple[list[bytes], float]]:
-    """Return a function that does what `execute_all` does, and that Dask sends as code, not by its name.
+    """Return a function with the effect of `execute_all`, which Dask sends as code, not by its name.
 
     So a worker that cannot import this program fails in the call.
     """

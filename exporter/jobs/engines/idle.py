@@ -1,4 +1,4 @@
-"""Threads of a process that gets only what others leave: of the processors and, with them, of the disk.
+"""Run works by threads of a process of idle priority, which gets the processor and disk time others leave.
 
 A merge in a copy runs so, beside the servers that it must not slow down. It is a process of its own because a
 thread of this priority could hold Python's lock while servers keep it from running.
