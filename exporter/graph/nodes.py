@@ -646,7 +646,7 @@ def new_node(
     """Return a new NodeDef with these data inputs, which waits for the nodes `after`.
 
     An attribute is a `DType` or a tuple of them, a shape (a tuple of numbers, -1 or None if unknown), a bool,
-    an int, bytes, a `TensorProto`, or the name of a function, as a str.
+    an int, bytes, a `TensorProto`, or the name of a function, as a str. `device` names a device, "" any.
     """
     node = protos.NodeDef(name=name, op=op, device=device)
     node.input.extend([*inputs, *(f"^{other}" for other in after)])
@@ -842,9 +842,10 @@ _BY_ELEMENT = frozenset(
 def makes_vector(body: Body, reference: str, named: Collection[str], depth: int = 12) -> bool:
     """True if a tensor is one-dimensional whatever the inputs of the graph are, as a result of `Unique` is.
 
-    False also if this is not known. Shapes that the graph only declares do not count: nothing checks them for
-    values that a client sends. A client may send the value of any node that signatures name (`named`), also
-    of one that another signature computes. At most `depth` operations are followed back.
+    `reference` names the tensor. False also if this is not known. Shapes that the graph only declares do not
+    count: nothing checks them for values that a client sends. A client may send the value of any node that
+    signatures name (`named`), also of one that another signature computes. At most `depth` operations are
+    followed back.
     """
 
     def unless_sent(text: str) -> Proto | None:

@@ -390,7 +390,8 @@ def _input_names(model: Any, structure: Any) -> list[str]:
 def _built_shapes(model: Any) -> Any:
     """Return a TensorSpec, of any batch size, of a subclassed model's only input, from its build shape.
 
-    None if the model was not built, or has several inputs.
+    Its dtype is the model's `input_dtype`, else the one that it computes in. None if the model was not built,
+    or has several inputs.
     """
     import tensorflow as tf
 
@@ -488,8 +489,9 @@ def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
 def _argument_names(specs: Sequence[Any], keywords: Sequence[str]) -> list[str]:
     """Return a name for each of a function's tensors, in order.
 
-    It is the tensor's own, else one of `keywords`, else `input_<i>`. `keywords` has one name for each
-    component, of which sparse and ragged tensors have several.
+    It is the tensor's own, else one of `keywords`, else `input_<i>`. `specs` has the TypeSpec of each tensor.
+    `keywords` has a name for each component; sparse and ragged tensors have several components, of which the
+    first names the tensor.
     """
     import tensorflow as tf
 

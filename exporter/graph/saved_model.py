@@ -72,6 +72,8 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
 def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> TrainingGraph:
     """Load the graph with this tag unchanged, to be published beside another.
 
+    `trust` says which files the graph may read.
+
     Raises:
         AccessRefused: it names a file that it may not read.
         CorruptFile: the SavedModel is damaged, or an asset's name leads out of `assets/`.
@@ -164,6 +166,8 @@ def _init_op(meta_graph: Proto) -> str | None:
 
 def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
     """Return {node that gets the path: file} for the assets of a SavedModel; all exist and may be read.
+
+    `path` is the SavedModel's directory, and `trust` says which files its graph may read.
 
     Raises:
         MissingAsset: a file does not exist.

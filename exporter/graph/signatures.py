@@ -368,7 +368,7 @@ def drop_internal(meta_graph: Proto) -> None:
 def none_servable(label: str, reasons: Mapping[str, str], hint: str) -> NotServable:
     """Return the error to raise for the graph named `label` whose signatures cannot be served.
 
-    `reasons` is {signature: reason}.
+    `reasons` is {signature: reason}; `hint` is the error's.
     """
     listed = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
     return NotServable(f"no signature of {label} can be served", cause=listed, hint=hint)

@@ -472,9 +472,9 @@ def changed_modules(
 ) -> tuple[list[str], list[str]]:
     """Return the names of modules whose code changed, and the names of modules that cannot be compared.
 
-    A module cannot be compared if its file is not found or cannot be read, or if it was recorded without a
-    digest. `find` returns the present file of a module by name, None if there is none. CheckpointError if a
-    file is a pointer of Git LFS, or cannot be fetched from a store.
+    `known` are the recorded modules. A module cannot be compared if its file is not found or cannot be read,
+    or if it was recorded without a digest. `find` returns the present file of a module by name, None if there
+    is none. CheckpointError if a file is a pointer of Git LFS, or cannot be fetched from a store.
     """
     changed, unknown = [], []
     for module in known:

@@ -212,7 +212,8 @@ def _attributes(
 ) -> list[tuple[str, memoryview]] | None:
     """Return (dialect, encoded content) of each attribute, in order.
 
-    None if one is plain text for MLIR's parser. IndexError if the bytes end too early.
+    `offsets` reads the section of offsets, `contents` the section of attributes. None if an attribute is
+    plain text for MLIR's parser. IndexError if the bytes end too early, or for a number beyond `dialects`.
     """
     count, _ = offsets.number(), offsets.number()
     found: list[tuple[str, memoryview]] = []

@@ -86,9 +86,9 @@ class TrainingGraph(Struct, frozen=True):
     def of(cls, source: str, tag: str, meta_graph: Proto, assets: Mapping[str, Path]) -> TrainingGraph:
         """Return the training graph `meta_graph` with the names and variables that it restores.
 
-        `source` names its SavedModel in messages; `assets` are files by the node that gets the path.
-        UnsupportedFormat if it is object-based, GraphError if it computes the names of its tensors, if two
-        nodes have the same name, or for an unknown type number.
+        `source` names its SavedModel, and `tag` the graph in it; `assets` are files by the node that gets the
+        path. UnsupportedFormat if it is object-based, GraphError if it computes the names of its tensors, if
+        two nodes have the same name, or for an unknown type number.
         """
         if meta_graph.HasField("object_graph_def"):
             raise UnsupportedFormat(

@@ -167,10 +167,10 @@ def _by_owner(
 
     Return {variable: tensor}, both by name. Keras named variables in its own ways over time:
     `conv2d_1_1/kernel` in the layer `conv2d_1`, `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`,
-    in Keras 3.0 `kernel` alone. `places` has, by variable, its places in a weights file; they name the inner
-    model that owns a variable. None if graph and file have different layers, or if a layer has several
-    tensors with the same last part of the name and the same shape (the two directions of a Bidirectional
-    layer count as different).
+    in Keras 3.0 `kernel` alone. `wanted` are the graph's variables by key; `places` has, by variable, its
+    places in a weights file, which name the inner model that owns a variable. None if graph and file have
+    different layers, or if a layer has several tensors with the same last part of the name and the same shape
+    (the two directions of a Bidirectional layer count as different).
     """
     owners = {key: at[0].owner.partition("/")[0] for key, at in places.items() if at[0].owner}
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -245,8 +245,9 @@ def _by_path(
 ) -> dict[str, str]:
     """Match the tensors as Keras itself would load them; return {variable: tensor}.
 
-    `layers` has, by variable, the places where Keras looks for its value; the last one counts. Variables
-    without such a place are left out. Raises NoCertainMatch if the layers' names or number differ.
+    `open_` are the variables to match, by key. `layers` has, by variable, the places where Keras looks for
+    its value; the last one counts. Variables without such a place are left out. Raises NoCertainMatch if the
+    layers' names or number differ.
     """
     stored = {name: ref for name, ref in catalog.tensors.items() if not _NO_LAYER.search(name)}
     places = (place for several in layers.values() for place in several)
@@ -308,8 +309,9 @@ def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
 def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
     """Match tensors by layers' names: `hidden/kernel` is a value of the only layer called `hidden`.
 
-    Return {variable: tensor}. Scopes without a layer are left out. Raises NoCertainMatch if two scopes look
-    like one layer, a scope like several, or a layer's values differ.
+    Return {variable: tensor}. `open_` are the variables to match, by key; variables in scopes without a layer
+    are left out. Raises NoCertainMatch if two scopes look like one layer, a scope like several, or a layer's
+    values differ.
     """
     groups: dict[str, list[TensorRef]] = defaultdict(list)
     for ref in catalog.tensors.values():
@@ -406,8 +408,8 @@ def _number(ref: TensorRef) -> tuple[int, str]:
 def _by_order(variables: list[GraphVariable], refs: list[TensorRef], is_order_known: bool) -> dict[str, str]:
     """Match the tensors of a list with the graph's variables, in their order; return {variable: tensor}.
 
-    Raises NoCertainMatch if number, shapes or dtypes differ, or if two of one shape differ only by an order
-    that is not known.
+    Raises NoCertainMatch if number, shapes or dtypes differ, or if two tensors have one shape and dtype,
+    unless `is_order_known`: then the list is in the order of the graph's variables.
     """
     if len(variables) != len(refs):
         raise NoCertainMatch(

@@ -153,10 +153,11 @@ def whole_objects(
     """Require that a checkpoint's objects are served whole.
 
     Return the tensors that may be left out, with the paths of objects that are served without a variable of
-    their own, and a list of at most one note. `used` are the names of the tensors that are served. The note
-    names left-out variables if tensors were found by names, or if their object corresponds to a module around
-    models. Raises ObjectMismatch if a variable of a served object is not served for no known reason,
-    UsageError if the object of `--object-path` does not exist.
+    their own, and a list of at most one note. `matches` are the objects that correspond to the model's,
+    `used` the names of the tensors that are served. The note names left-out variables if tensors were found
+    by names, or if their object corresponds to a module around models. Raises ObjectMismatch if a variable of
+    a served object is not served for no known reason, UsageError if the object of `--object-path` does not
+    exist.
     """
     before, used = rules.whole, frozenset(used)
     known, stayed = _known_names(graph), frozenset(() if before is None else before.beside)

@@ -53,10 +53,11 @@ def row_order(
 ) -> RowOrder:
     """Return the moves that bring a table's rows from training's order to the order of the graph's lookups.
 
-    `variables` are the table's parts in the graph. For either strategy, None means unknown, NONE that the
-    table's parts are never looked up together. Without parts on both sides, or with the same parts and an
-    unknown strategy, no rows move. Raises PartitionStrategyUnknown if rows may have to move, and a strategy
-    that matters is unknown or parts have other lengths than `mod` gives.
+    `variables` are the table's parts in the graph. `trained` and `served` are the strategies of training and
+    of the graph: None means unknown, NONE that the table's parts are never looked up together. Without parts
+    on both sides, with the same parts and an unknown strategy, or with `trained` unknown and `served` NONE,
+    no rows move. Raises PartitionStrategyUnknown if rows may have to move, and a strategy that matters is
+    unknown or parts have other lengths than `mod` gives.
     """
     # TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n,
     # while the parts are stored as contiguous boxes. Served with another number of parts, or whole, the
@@ -93,7 +94,8 @@ def _require_strategies(
 ) -> None:
     """Require a known strategy for each side, checkpoint and graph, that has several partitions.
 
-    Raises PartitionStrategyUnknown otherwise.
+    `stored_parts` and `served_parts` are the numbers of partitions in the checkpoint and in the graph. Raises
+    PartitionStrategyUnknown otherwise.
     """
     if trained is None and stored_parts > 1:
         raise PartitionStrategyUnknown(
@@ -239,7 +241,11 @@ class RenameRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> RenameRule:
-        """Parse a rule `pattern=replacement`, split at the last `=`. Raises UsageError for another text."""
+        """Parse a rule `pattern=replacement`, split at the last `=`.
+
+        Raises UsageError if the text has another form, the pattern is not a regular expression, or the
+        replacement names a group that the pattern lacks.
+        """
         pattern, equals, replacement = text.rpartition("=")
         if not equals or not pattern or not replacement:
             raise UsageError(f"rename rule {text!r} is not of the form PATTERN=NAME", hint=_RENAME_EXAMPLE)
@@ -276,7 +282,8 @@ class CastRule(Struct, frozen=True):
     def parse(cls, text: str) -> CastRule:
         """Parse a rule `pattern=bfloat16` (or float16, int8).
 
-        Without a pattern it is for every float variable. Raises UsageError for another text.
+        Without a pattern it is for every float variable. Raises UsageError for another type, or if the
+        pattern is not a regular expression.
         """
         pattern, _, label = text.rpartition("=")
         if label not in CASTS:

@@ -321,7 +321,8 @@ class MappingSpec(
     def check_rules(self, given: MappingRules, admission: Admission) -> None:
         """Require that the rules of a later command line equal the rules of this recipe, or are all left out.
 
-        `--ignore` may be given at any time: see `mapping`.
+        `admission` is that command line's filter of keys, which counts as a rule. `--ignore` may be given at
+        any time: see `mapping`.
 
         Raises:
             SchemaChanged: they differ; the error names the options.

@@ -214,7 +214,7 @@ def _refuse_left_over_twins(
 ) -> None:
     """Raise ObjectMismatch if the checkpoint has more variables of a kind, which may shift names' numbers.
 
-    `found` has the tensor of each variable that was matched.
+    `found` has the tensor of each variable that was matched, `wanted` the variables; both are by key.
     """
     used = {match.tensor for match in found.values()}
     known = {(stems(key), wanted[key].full_shape): key for key in found}
@@ -359,8 +359,9 @@ class _Search(Struct, frozen=True, dict=True):
     def _with_optimizer_list(self, served: int, walk: _Walk) -> _Walk:
         """Return the walk with further variables, from the list that an optimizer keeps of its variables.
 
-        The walk itself if it met no variable or all wanted ones, or if no optimizer's list has the length of
-        the model's list and agrees with the variables that were met.
+        `served` is the number of the model's object at which the walk began. The walk itself if it met no
+        variable or all wanted ones, or if no optimizer's list has the length of the model's list and agrees
+        with the variables that were met.
         """
         # A subclassed model of Keras 3 does not track layers in lists and dicts for TensorFlow; its optimizer
         # keeps all trainable variables in the model's own order. That order is used if both lists have the

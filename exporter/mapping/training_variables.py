@@ -38,7 +38,8 @@ def check_batch_statistics(
 ) -> None:
     """Require that a graph does not normalise by the batch while the checkpoint has moving statistics.
 
-    `switches` are placeholders, with the values that would choose inference, for the hint.
+    `sources` has the source of each served variable. `switches` are placeholders, with the values that would
+    choose inference, for the hint.
 
     Raises:
         TrainingModeServed: it does; names the statistics, and the nodes that normalise.
@@ -64,8 +65,8 @@ def unserved_statistics(
 ) -> Iterator[Unserved]:
     """Yield each moving statistic of a served layer that is not served, with a served variable beside it.
 
-    While iterating, raises CorruptFile if the checkpoint's graph of objects is damaged, CheckpointError if it
-    cannot be read.
+    `sources` has the source of each served variable. While iterating, raises CorruptFile if the checkpoint's
+    graph of objects is damaged, CheckpointError if it cannot be read.
     """
     names = _names(catalog)
     served = _served_names(graph, names, sources)
