@@ -80,9 +80,9 @@ def choose_mapped(
     """Choose for mapping the variables of at least `LEAST_BYTES` that the graph only gathers rows from.
 
     Return a copy of the graph, rewritten to read tables by rows, the mapping with `is_mapped` set in the
-    chosen sources, and the other large variables with the reasons why they are not mapped. If the graph is to
-    take deltas, its reads must be such that an overlay can change them, and the variables `indexes` (by key)
-    of dynamic tables stay in memory: any update may change much of them.
+    chosen sources, and the other large variables with the reasons why they are not mapped. With
+    `takes_deltas`, the reads of a chosen variable must be such that an overlay can change them, and the
+    variables `indexes` (by key) of dynamic tables stay in memory: any update may change much of them.
     """
     meta_graph = deepcopy(graph.meta_graph)
     # a gather after a cast, or a read of the shape, is no reason to read a table whole

@@ -82,8 +82,9 @@ def place_assets(
 
     Of two files of one name, the second is stored with a number in its name; one file that two nodes read is
     stored once. `names` has the stored name of each file that was copied before; these are not copied again,
-    and new ones are added to it. The constants of the assets' nodes get the stored names. An existing file of
-    a stored name is overwritten. KeyError if the graph has no node of an asset.
+    and new ones are added to it (None: nothing was copied before). The constants of the assets' nodes get the
+    stored names. An existing file of a stored name is overwritten. KeyError if the graph has no node of an
+    asset.
 
     Raises:
         NotServable: a file does not exist or cannot be read, or its name is not one of a file in `assets`.
@@ -430,9 +431,10 @@ def write_saved_model(
 ) -> Version:
     """Write `saved_model.pb` and the assets; return the oldest TensorFlow version that can serve them.
 
-    The directory is created if it does not exist. With `server`, the graph is made for that TensorFlow
-    version. `training` is published beside it unchanged except that devices are cleared. The same graph and
-    mapping give the same bytes. The tables of `mapped` are mapped where servers see their files.
+    The directory is created if it does not exist. With `server`, the graph is rewritten for that TensorFlow
+    version; with None it is not. `training` (None: no such graph) is published beside it unchanged except
+    that devices are cleared. The same graph and mapping give the same bytes. The tables of `mapped` are
+    mapped where servers see their files.
 
     Raises:
         MappingError: a variable that is to be cast is used in a way that forbids it.
@@ -470,8 +472,10 @@ def restorable_graph(
 ) -> Proto:
     """Return a new MetaGraphDef: the graph with the nodes that restore its variables from a bundle.
 
-    Raises MappingError if a variable that is to be cast is used in a way that forbids it; NotServable if
-    `server` lacks something that the graph needs, or a table with hot rows is read other than by rows.
+    `mapping` has the variables' tensors, `mapped` the tables that are mapped. With `server`, the graph is
+    rewritten for that TensorFlow version; with None it is not. Raises MappingError if a variable that is to
+    be cast is used in a way that forbids it; NotServable if `server` lacks something that the graph needs, or
+    a table with hot rows is read other than by rows.
     """
     meta_graph = message_class("MetaGraphDef")()
     meta_graph.CopyFrom(graph.meta_graph)
@@ -490,8 +494,8 @@ def _place_hot_rows(
 ) -> tuple[tuple[RestoredVariable, ...], MappedTables]:
     """Change a graph in place so that lookups read hot rows.
 
-    Return the variables to restore and the tables to map. Raises NotServable if a table with hot rows is read
-    other than by rows.
+    `served` are the variables, `mapped` the tables to map and their hot rows. Return the variables to restore
+    and the tables to map. Raises NotServable if a table with hot rows is read other than by rows.
     """
     nodes = {node.name: node for node in graph_def.node}
     entries, places, reads, files = list[RestoredVariable](), list[RestoredVariable](), {}, {}
@@ -578,6 +582,9 @@ def write_pair(
     graph: InferenceGraph, mapping: VariableMapping, directory: Path, server: Version | None = None
 ) -> None:
     """Write Cloud ML's pair of files into `directory`, with hard links to the files of `variables/`.
+
+    `directory` has `variables/` already. With `server`, the graph is rewritten for that TensorFlow version;
+    with None it is not.
 
     Raises:
         MappingError: a variable that is to be cast is used in a way that forbids it.

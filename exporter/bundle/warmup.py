@@ -120,7 +120,8 @@ def examples_request(
 ) -> WarmupRequest:
     """Return a Classify or Regress request of the examples in a document, under its key `examples`.
 
-    `line` is the number to record. Raises ValueError if the document has no examples, or bad ones.
+    `line` is the number to record. `signature` is the SignatureDef with the name `name`. Raises ValueError if
+    the document has no examples, or bad ones.
     """
     method = signature.method_name.rpartition("/")[2]
     if "examples" not in document:

@@ -265,7 +265,8 @@ class StoredSide(Struct, frozen=True):
         """Yield the bytes of `stored` as ranges of the reader's stored runs, with their checksums.
 
         Each gets the next of `crcs`, plain crc32c. `crcs` may be an iterator with more: it is advanced only
-        by as many as are yielded. KeyError if the reader has no such stored run.
+        by as many as are yielded. `start` and `stop` are served rows. KeyError if the reader has no such
+        stored run.
         """
         for (extent, first, size), crc in zip(self.stored(start, stop), crcs, strict=False):
             yield ReadRange(reader.run_of[extent], first, size, crc)
@@ -277,7 +278,10 @@ class StoredSide(Struct, frozen=True):
         return self.box.starts[0] + start, self.box.starts[0] + stop
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Yield the bytes of `stored` as ranges of the task's inputs, in the same order."""
+        """Yield the bytes of `stored` as ranges of the task's inputs, in the same order.
+
+        `start` and `stop` are served rows.
+        """
         for extent, first, size in self.stored(start, stop):
             yield Range(self.first + self.shards.index(extent.shard), extent.offset + first, size)
 
@@ -349,7 +353,7 @@ class SideChecksums:
     def ranges(self, reader: RowReader, start: int, stop: int) -> tuple[ReadRange, ...]:
         """Return the checksums of `of` as ranges of the stored runs of `reader`.
 
-        KeyError if rows of them were not passed to `read`.
+        `start` and `stop` are served rows. KeyError if some of them were not passed to `read`.
         """
         return tuple(self._side.read_ranges(reader, start, stop, self.of(start, stop)))
 
@@ -469,8 +473,8 @@ class TaskComparison:
 def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedRows) -> Found:
     """Return the hashes and the rows that differ, read from the object that a task wrote.
 
-    Raises CheckpointError if it cannot be read, PublishError and subclasses if a scratch file cannot be
-    written.
+    The object is in `directory`; `receipt` is the task's, `rows` has the sizes of rows and blocks. Raises
+    CheckpointError if it cannot be read, PublishError and subclasses if a scratch file cannot be written.
     """
     source = Input(f"{directory.place}/{receipt.task}", receipt.written, receipt.tag)
     count, shape = task.stop - task.start, task.variable.shape[1:]

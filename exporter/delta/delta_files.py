@@ -165,7 +165,7 @@ def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
 def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | None) -> None:
     """Raise CorruptFile if the catalog has a tensor that is neither the header's nor a variable's.
 
-    Its values would be lost.
+    Its values would be lost. `packing` is the delta's, None for exact rows.
     """
     packed = {tensor.key for variable in schema.variables for tensor in variable.packed(packing)}
     known = {POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys, *packed}
@@ -239,7 +239,8 @@ def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]
 def tensor_keys(variable: ServedVariable, packing: DeltaDtype | None) -> tuple[str, ...]:
     """Return the names of a variable's tensors in a delta, in the order in which `read_tensors` returns them.
 
-    Of a table: ids, values and the tensors of packed rows, if any; of a dense variable: its value.
+    Of a table: ids, values and the tensors of packed rows, if any; of a dense variable: its value. `packing`
+    is the delta's, None for exact rows.
     """
     return (*variable.keys, *(tensor.key for tensor in variable.packed(packing)))
 
@@ -254,8 +255,8 @@ def _is_whole(ref: TensorRef) -> bool:
 def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None) -> tuple[TensorRef, ...]:
     """Return the tensors with the names of `tensor_keys`, in that order.
 
-    Empty if the variable did not change. Raises CorruptFile if they do not fit the variable or one another,
-    UnsupportedFormat if one is absent.
+    Empty if the variable did not change. `packing` is the delta's, None for exact rows. Raises CorruptFile if
+    they do not fit the variable or one another, UnsupportedFormat if one is absent.
     """
     refs = [
         _ref(catalog, key, dtype, (None, *(variable.element_shape if key == variable.keys[-1] else ())))
@@ -331,8 +332,8 @@ def _add(
 ) -> None:
     """Write the tensors of a variable, given the arrays of `variable.keys` in order.
 
-    With a packing, rows are packed. Large values are written in pieces. Raises OSError if the files cannot be
-    written.
+    With a packing (not None), rows are packed. Large values are written in pieces. Raises OSError if the
+    files cannot be written.
     """
     extra = variable.packed(packing)
     if not extra or packing is None:

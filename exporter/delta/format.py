@@ -209,8 +209,8 @@ class ServedVariable(Struct, frozen=True, array_like=True):
     def packed(self, packing: DeltaDtype | None) -> tuple[PackedTensor, ...]:
         """Return the further tensors of a table whose rows are packed.
 
-        They are `exact`, `packed`, and for int8 `scales`. Empty without packing, for dense variables, and for
-        tables whose rows would not shrink.
+        They are `exact`, `packed`, and for int8 `scales`. Empty without packing (None), for dense variables,
+        and for tables whose rows would not shrink.
         """
         from exporter.delta.packing import shrinks
 

@@ -76,7 +76,8 @@ class BaseMerger:
 
         The job of the tasks is exited when `stack` closes: a job that the runner keeps is then removed,
         except after an error that a second run may overcome (see `Job`). `state` returns the values that the
-        base stores in boxes that are not ranges of rows: no task writes these.
+        base stores in boxes that are not ranges of rows: no task writes these. `progress` advances by the
+        bytes that tasks read; None reports nothing.
 
         Raises:
             CorruptFile: a checksum differs.
@@ -123,8 +124,9 @@ class BaseMerger:
     def _copied(self, name: str, key: str, part: SliceSpec | None) -> Iterator[Place[str]]:
         """Yield at most one section, which copies a whole value.
 
-        It copies from the newest delta that has the value, else from the base. If no extent holds the value,
-        it is noted for `_write_left`, with the tensor's key and its box (None: all of it).
+        It copies from the newest delta that has the value, else from the base. `name` is the value's
+        variable. If no extent holds the value, it is noted for `_write_left`, with the tensor's key and its
+        box (None: all of it).
         """
         copied = newest_value(name, self._deltas) if not self._variables[name].is_table else None
         reader = self._stored[name]
@@ -167,9 +169,9 @@ class BaseMerger:
     def _write_left(self, state: Callable[[], LayeredState]) -> Iterator[tuple[str, DType, SliceRef]]:
         """Write the last shard, of values that no task writes; yield key, dtype and box of its tensors.
 
-        Nothing is written before the first item is asked for. Raises CorruptFile if a checksum differs,
-        CheckpointError (and subclasses) if values cannot be read, OSError, DiskFull or PublishError if the
-        shard, or bytes fetched from a store, cannot be written.
+        Nothing is written before the first item is asked for. `state` returns the values. Raises CorruptFile
+        if a checksum differs, CheckpointError (and subclasses) if values cannot be read, OSError, DiskFull or
+        PublishError if the shard, or bytes fetched from a store, cannot be written.
         """
         aside = self._prefix.with_name("left")
         values = state()

@@ -55,7 +55,8 @@ class DeltaMerger:
         """Write the merged delta's bundle at its prefix; return the number of rows of all its tables.
 
         Waits for all tasks. The job of the tasks is exited when `stack` closes: a job that the runner keeps
-        is then removed, except after an error that a second run may overcome (see `Job`).
+        is then removed, except after an error that a second run may overcome (see `Job`). `progress` advances
+        by the bytes that tasks read; None reports nothing.
 
         Raises:
             CorruptFile: a checksum differs, or row numbers are wrong.
@@ -79,7 +80,8 @@ class DeltaMerger:
     def _places(self, files: Sources, task_bytes: int) -> Iterator[Place[str]]:
         """Yield the sections to write, each with the name of its variable.
 
-        These are all variables that changed, and every dense variable of strings. While iterating, raises
+        These are all variables that changed, and every dense variable of strings. Stored runs are registered
+        in `files`; `task_bytes` is the approximate size of a task's input. While iterating, raises
         CorruptFile if slices of ids and values in a delta do not match, CheckpointChanged or CheckpointError
         if a file is gone or cannot be read, DiskFull or PublishError if bytes fetched from a store cannot be
         kept.

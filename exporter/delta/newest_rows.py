@@ -279,10 +279,10 @@ def table_sections(
     A table that is very large compared with `task_bytes` is divided into ranges of ids, unless rows are
     packed or their dtype cannot be joined (`JOINABLE`). `base` has the number of rows and the range of each
     run, in order; with it, all rows of the table are written. Stored runs of the deltas are registered in
-    `files`. Yields nothing if no delta changes the table and there is no base. While iterating, raises
-    CorruptFile if slices of ids and values in a delta do not match, CheckpointChanged or CheckpointError if a
-    shard vanished, shrank or cannot be read, DiskFull or PublishError if bytes fetched from a store cannot be
-    kept.
+    `files`. Yields nothing if no delta changes the table and there is no base. `packing` packs the rows
+    written (None: exact). While iterating, raises CorruptFile if slices of ids and values in a delta do not
+    match, CheckpointChanged or CheckpointError if a shard vanished, shrank or cannot be read, DiskFull or
+    PublishError if bytes fetched from a store cannot be kept.
     """
     layers = [layer for delta in deltas for layer in _layers_of(delta, variable)]
     if not layers and not base:

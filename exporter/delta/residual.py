@@ -103,10 +103,10 @@ def load_residual(
 ) -> Waiting | None:
     """Read the rows that `save_residual` wrote for a state of a log.
 
-    None if they are lost, damaged, of another schema or another log's. The rows wait since `unknown` if no
-    times were kept, or the times are lost. A time after `now`, from another clock, counts as `now`; with the
-    default, all count as 0. Rows that are not in the result count as waiting since `now`. All times are in
-    seconds since 1970.
+    `lineage` is the log's; `position` and `state` identify the state. None if they are lost, damaged, of
+    another schema or another log's. The rows wait since `unknown` if no times were kept, or the times are
+    lost. A time after `now`, from another clock, counts as `now`; with the default, all count as 0. Rows that
+    are not in the result count as waiting since `now`. All times are in seconds since 1970.
     """
     prefix = directory / f"{RESIDUAL_PREFIX}{position}-{state}"
     try:

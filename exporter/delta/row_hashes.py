@@ -135,8 +135,8 @@ def read_index(
 ) -> HashIndex | None:
     """Read the index at `path`.
 
-    None if it is of another state or an earlier release, damaged, compressed, absent, unreadable, or larger
-    than `limit` bytes; no exception is raised.
+    None if it is of another state (`lineage`, `position`, `state`) or an earlier release, damaged,
+    compressed, absent, unreadable, or larger than `limit` bytes; no exception is raised.
     """
     import zipfile
 

@@ -131,9 +131,9 @@ class _ObjectRange(Struct, frozen=True):
     def fetch(self, starts: Array, stops: Array) -> None:
         """Fetch ranges of bytes of the extent into the local file, as whole blocks.
 
-        Offsets count from the beginning of the extent. Raises CheckpointChanged if the object was replaced or
-        is gone, CheckpointError if the store cannot be read, DiskFull or PublishError if the fetched bytes
-        cannot be written.
+        `starts` and `stops` (int64) count from the beginning of the extent. Raises CheckpointChanged if the
+        object was replaced or is gone, CheckpointError if the store cannot be read, DiskFull or PublishError
+        if the fetched bytes cannot be written.
         """
         mirror.fetch(self.path, _blocks_of(starts + self.extent.offset, stops + self.extent.offset))
         self._require_same()
@@ -141,8 +141,8 @@ class _ObjectRange(Struct, frozen=True):
     def read(self, starts: Array, stops: Array) -> Array | None:
         """Return ranges of bytes of the extent, joined (uint8), read from the store without keeping them.
 
-        None if the file has them. Raises CheckpointChanged if the object was replaced or is gone,
-        CheckpointError if the store cannot be read.
+        None if the file has them. `starts` and `stops` (int64) count from the beginning of the extent. Raises
+        CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be read.
         """
         first, ends = self.extent.offset, np.cumsum(stops - starts)
         columns = starts + first, stops + first, ends - (stops - starts)
@@ -527,8 +527,8 @@ def _parts_of_whole(
 ) -> Iterator[tuple[str, Change]]:
     """Yield name and change of each variable that is served from a tensor with a new whole value.
 
-    `values` are in the order in which the tensor is stored. Raises MappingError or NotFinite if a value does
-    not fit the served dtype.
+    `schema` has the served variables by name. `values` are in the order in which the tensor is stored. Raises
+    MappingError or NotFinite if a value does not fit the served dtype.
     """
     values = cast_values(values, source.dtype, source.key)
     if source.gather_parts:

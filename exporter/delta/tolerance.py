@@ -58,10 +58,11 @@ def divide(
 ) -> Divided:
     """Divide `changes` into rows that are sent, some of them rounded, and rows that are held back.
 
-    Rows that are served already in the form in which they would be sent are left out, too, and not counted as
-    held back. The checksums of published values are verified first: a damaged row would give a wrong
-    distance. The tables `coded` hold rows in 8 bits. The rows `first` of a table (int64 numbers of rows of
-    new keys) are sent unless their norm forbids it. `waiting` has the rows held back so far.
+    `allowed` sets the limits. Rows that are served already in the form in which they would be sent are left
+    out, too, and not counted as held back. The checksums of published values are verified first: a damaged
+    row would give a wrong distance. The tables `coded` hold rows in 8 bits. The rows `first` of a table
+    (int64 numbers of rows of new keys) are sent unless their norm forbids it; None: there are none. `waiting`
+    has the rows held back so far.
 
     Raises:
         WildValues: rows are beyond their bound and `on_wild` refuses them; or a variable that is served whole
@@ -108,7 +109,7 @@ def _sieves(
 ) -> tuple[dict[str, _Sieve], dict[str, Change]]:
     """Return a sieve for each table whose rows may be held back or rounded, and the other changes.
 
-    Both are by name. The other changes are sent whole.
+    Both are by name. The other changes are sent whole. `coded` and `first` are as in `divide`.
     """
     sieves: dict[str, _Sieve] = {}
     whole: dict[str, Change] = {}

@@ -104,10 +104,10 @@ def isolate(
 ) -> tuple[dict[str, str], str | None]:
     """Add the nodes by which the signature named `signature` computes again if an update wrote while it read.
 
-    Returns the node names of the new outputs, by the names of the tensors that they replace (empty if the
-    signature reads nothing that updates write), and the name of its position tensor, int64 [3] (None unless
-    `with_position`). With `warmed` the first call goes through the function that retries. The caller puts the
-    outputs into the signature.
+    `inputs` and `outputs` are the signature's tensors. Returns the node names of the new outputs, by the
+    names of the tensors that they replace (empty if the signature reads nothing that updates write), and the
+    name of its position tensor, int64 [3] (None unless `with_position`). With `warmed` the first call goes
+    through the function that retries. The caller puts the outputs into the signature.
 
     Raises:
         NotServable: a node outputs a reference.

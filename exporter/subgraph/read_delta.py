@@ -324,9 +324,9 @@ def attempt(
 ) -> Sequence[Tensor]:
     """Add nodes that give the result of `action` on `argument`, or `fallback` if any operation in it fails.
 
-    A tuple is passed as several arguments. If `condition` is given and false for the argument, the action is
-    not tried. `fallback` has the dtypes of the result. A cancelled operation is not caught: it fails the
-    call.
+    A tuple is passed as several arguments. If `condition` is false for the argument, the action is not tried;
+    with None it always is. `fallback` has the dtypes of the result. A cancelled operation is not caught: it
+    fails the call.
     """
     arguments = tf.data.Dataset.from_tensors(argument)
     chosen = arguments if condition is None else arguments.filter(condition)

@@ -48,8 +48,9 @@ def add_update(
 ) -> Proto:
     """Add the nodes of `incremental_update` to the graph and return its signature.
 
-    `overlaid` and `joined` are keyed by node name of a handle; `how` traces the update. `texts` has the names
-    of the log's directory and the lineage, keyed `log` and `lineage`, in this order.
+    `served` are the variables that it writes; `overlaid` and `joined` are keyed by node name of a handle;
+    `how` traces the update. `texts` has the names of the log's directory and the lineage, keyed `log` and
+    `lineage`, in this order.
     """
     up_to, outputs = _add_part(editor, state, served, overlaid, joined, "update", "up_to", how, texts)
     dtypes = (*[DType.INT64] * 4, DType.STRING)
@@ -88,7 +89,7 @@ def add_digest(
 ) -> Proto:
     """Add the nodes of `incremental_digest` to the graph and return its signature.
 
-    `overlaid` and `joined` are keyed by node name of a handle.
+    `served` are the variables that deltas write; `overlaid` and `joined` are keyed by node name of a handle.
     """
     rows, outputs = _add_part(editor, state, served, overlaid, joined, "digest", "rows", digest)
     dtypes = (DType.STRING, DType.INT64, DType.INT64)
@@ -107,7 +108,7 @@ def add_status(
 ) -> Proto:
     """Add the nodes of `incremental_status` to the graph and return its signature.
 
-    With any table in `overlaid` the signature has the outputs `OVERLAY_OUTPUTS`, too.
+    `lineage` is the log's. With any table in `overlaid` the signature has the outputs `OVERLAY_OUTPUTS`, too.
     """
 
     def build(probe: Tensor, position: Tensor, unsettled: Tensor) -> list[Tensor]:
@@ -279,7 +280,7 @@ def add_init(
 
     It also sets all variables named `.../warm` to false. `asset` is the node with the path of the asset,
     `<base>/<version>/assets/<file>`; `before` is the model's own initializer, None without one; `start` is
-    position and step.
+    position and step. `overlaid` are all tables with an overlay.
     """
 
     def model_base(path: Tensor) -> Tensor:

@@ -140,7 +140,10 @@ class _Found(Struct, frozen=True):
 
     @classmethod
     def of(cls, geometry: TableGeometry, state: TableState, keys: Array) -> _Found:
-        """Look up keys (int64 [n]) in the index; the fields of the result have the keys' order."""
+        """Look up keys (int64 [n]) in the index; the fields of the result have the keys' order.
+
+        Errors of reading are those of `state`.
+        """
         groups = geometry.groups_of(keys)
         slots = geometry.slots_of(keys, groups, state.seeds(groups))
         held = state.rows(slots).astype(np.int64)
@@ -191,7 +194,7 @@ def _insert(
 
     Return the elements of `index_seeds` and of `index_rows` to write. `is_free` is a mask of the keys in
     `new` whose slot is empty or becomes so; `gone_slots` are the slots of dropped keys, in any order. Raises
-    Crowded if a group of keys finds no seed.
+    Crowded if a group of keys finds no seed, the errors of `state` if it cannot be read.
     """
     # If the slots of all of a group's new keys are free, nothing around them has to be read.
     groups = geometry.groups_of(new.keys)

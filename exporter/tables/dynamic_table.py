@@ -36,8 +36,8 @@ def dynamic_embedding(
 
     An absent id reads `default`: a number, a row, or an array [d, dim], of which id k reads row `k mod d`.
     With a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension of the ids are combined, as
-    in `tf.nn.embedding_lookup_sparse`; in a dense tensor every id counts. Raises UsageError if `default` has
-    another shape, KeyError for an unknown `dtype`.
+    in `tf.nn.embedding_lookup_sparse`; in a dense tensor every id counts. With None they are not combined.
+    Raises UsageError if `default` has another shape, KeyError for an unknown `dtype`.
     """
     return _layer(DynamicTable(name, dim, dtype, default), combiner, name.replace("/", "_"))
 

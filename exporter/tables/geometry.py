@@ -247,8 +247,9 @@ class TablePlan(Struct, frozen=True, eq=False):
     ) -> TensorRef:
         """Return a tensor whose first rows are the `stored` tensors, in order.
 
-        Its other rows get the next extent of `place`, which advances. Stored tensors without an extent get
-        one in shard -1, to be replaced; empty ones are left out.
+        It is the variable `part` of the table, of this full shape. Its other rows get the next extent of
+        `place`, which advances. Stored tensors without an extent get one in shard -1, to be replaced; empty
+        ones are left out.
         """
         slices, row = [], 0
         for ref in stored:

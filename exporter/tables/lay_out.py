@@ -108,7 +108,8 @@ class IndexJob:
     def run(self, job: Job, progress: Progress | None = None) -> list[WrittenPart]:
         """Run the tasks of `plan` in `job`, wait for all, and return the parts of variables that they wrote.
 
-        `job` is a job of this `plan`. The parts are in any order.
+        `job` is a job of this `plan`. The parts are in any order. `progress` advances by the bytes that tasks
+        read; None reports nothing.
 
         Raises:
             CorruptFile: a tensor that tasks read has another checksum, or a key occurs twice.
@@ -169,7 +170,7 @@ class IndexJob:
     def _place(self, number: int, batch: Sequence[_Wanted], found: dict[str, list[_Sorted]]) -> PlaceKeys:
         """Return the task that places these ranges; `found` has the sorted keys of each table, by its name.
 
-        With an empty `found` the task has no inputs, as in `plan`.
+        `number` is for the task's name. With an empty `found` the task has no inputs, as in `plan`.
         """
         inputs: dict[Input, int] = {}
         runs = []
@@ -269,8 +270,9 @@ def join_pieces(
 ) -> Catalog:
     """Write the catalog's last shard into `home`, from the tasks' results in `directory`.
 
-    Return the completed catalog. Each piece is compared with its checksum. The shard is named after its
-    contents, so a command that resumes the job finds it.
+    Return the completed catalog. `pieces` are all parts of the variables of `tables` that tasks wrote; each
+    is compared with its checksum. The shard is named after its contents, so a command that resumes the job
+    finds it.
 
     Raises:
         CheckpointChanged, CorruptFile: a task's result is gone, shorter or damaged.
@@ -316,8 +318,9 @@ def show_pieces(
 ) -> Catalog:
     """Return the catalog with each object that tasks wrote as a shard, in place of its last shard.
 
-    What no task writes goes into two more shards: a small one, written into `directory`, and a file of zeros
-    for more rows, `ZEROS` in `scratch`, which workers need not see (`Input`).
+    `pieces` are all parts of the variables of `tables` that tasks wrote. What no task writes goes into two
+    more shards: a small one, written into `directory`, and a file of zeros for more rows, `ZEROS` in
+    `scratch`, which workers need not see (`Input`).
 
     Raises:
         DiskFull, PublishError: a file cannot be written, for example because `ZEROS` exists already.
@@ -437,10 +440,10 @@ def _written(
 ) -> TensorRef:
     """Write the elements of a tensor that are in the new shard, with holes for zeros.
 
-    Return its completed index entry. `number` is the new shard's number, `tail` the first row and the
-    elements of the tensor's end (None: no such rows); `opened` opens an object by its name. Raises
-    CheckpointChanged or CorruptFile if a piece is gone, shorter or damaged, CheckpointError if it cannot be
-    opened, OSError if reading or writing fails.
+    Return its completed index entry. `pieces` are the parts of the tensor that tasks wrote. `number` is the
+    new shard's number, `tail` the first row and the elements of the tensor's end (None: no such rows);
+    `opened` opens an object by its name. Raises CheckpointChanged or CorruptFile if a piece is gone, shorter
+    or damaged, CheckpointError if it cannot be opened, OSError if reading or writing fails.
     """
     (known,) = (extent for extent in ref.extents if extent.shard == number)
     element = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
@@ -518,8 +521,9 @@ class TableLayout(Struct, frozen=True, eq=False):
     ) -> tuple[Catalog, Job]:
         """Write the elements that no shard of the checkpoint holds, to `scratch` or where jobs are kept.
 
-        Wait for the tasks. Return the catalog with all tensors, and the job: a context manager, to be exited
-        once the tensors have been read.
+        Wait for the tasks. `admission` decides which keys are served; `progress` advances by the bytes that
+        tasks read (None: not reported). Return the catalog with all tensors, and the job: a context manager,
+        to be exited once the tensors have been read.
 
         Raises:
             CheckpointError and subclasses: the checkpoint changed, is damaged, or cannot be read.

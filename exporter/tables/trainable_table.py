@@ -113,9 +113,9 @@ class TrainableTable(TableLookups):
     def remove_unseen(self, max_age_steps: int, slots: Iterable[Variable] | None = None) -> Any:
         """Add nodes that remove the keys not looked up in the last `max_age_steps` global steps.
 
-        Return their number, an int64 scalar tensor. `slots` and effects are those of `remove`, but all rows
-        are looked at: run it now and then. Ages are not saved: after a restore they count from the first run
-        of this operation. Raises UsageError unless the table records steps.
+        Return their number, an int64 scalar tensor. Slots, also with None, are treated as by `remove`. All
+        rows are looked at: run it now and then. Ages are not saved: after a restore they count from the first
+        run of this operation. Raises UsageError unless the table records steps.
         """
         if self._seen is None:
             raise UsageError(
@@ -302,9 +302,9 @@ def trainable_embedding(
     The table has rows of `dim` numbers for up to `capacity` keys; new rows get values of `initializer`, and
     absent ids read `default` outside of training. In the exported model `dynamic_embedding` of the same name
     replaces the layer; with a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension are
-    combined, as in `tf.nn.embedding_lookup_sparse`. `layer.remove(keys, optimizer)` removes keys. The layer
-    raises UsageError when it is built under a strategy of several replicas or of parameter servers, or with a
-    `capacity` below 1.
+    combined, as in `tf.nn.embedding_lookup_sparse`; with None they are not. `layer.remove(keys, optimizer)`
+    removes keys. The layer raises UsageError when it is built under a strategy of several replicas or of
+    parameter servers, or with a `capacity` below 1.
     """
     return trainable_embedding_class()(
         table=name,
