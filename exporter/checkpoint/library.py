@@ -47,7 +47,7 @@ class Reading(Struct, frozen=True):
 
 @contextmanager
 def library(reading: Reading) -> Iterator[Library]:
-    """Yield a process with the file open: an idle one, or else a new one, which is killed if the block fails.
+    """Yield a process with the file open, an idle or a new one; it is killed if the block fails.
 
     If the process ends during the block, the block ends in the CheckpointError that the process reported:
     UnsafeArchive at a limit of time, CorruptFile if it died. CheckpointError if no process can be started;

@@ -316,10 +316,11 @@ class DeepRecIncrement(Struct, frozen=True):
             raise CorruptFile(f"{self.path}: {name!r} has no keys beside it")
 
     def _rows(self, name: str, tensor: TensorRef, part: int | None) -> Rows:
-        """Return the increment's rows of an ordinary table or its part, unsorted, by row number of the table.
+        """Return the increment's rows of an ordinary table or a part of it, numbered in the whole table.
 
-        `name` is the tensor of the keys, `tensor` the table in the full checkpoint, `part` the number of the
-        part, None for the whole. Raises CorruptFile if the values are absent, or do not fit rows and table.
+        They are unsorted. `name` is the tensor of the keys, `tensor` the table in the full checkpoint, `part`
+        the number of the part, None for the whole. Raises CorruptFile if the values are absent, or do not fit
+        rows and table.
         """
         values_ref = self.catalog.tensors.get(name.removesuffix(INCR_KEYS) + INCR_VALUES)
         if values_ref is None:

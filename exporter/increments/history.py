@@ -162,8 +162,7 @@ class History(Struct, frozen=True, dict=True):
         return bool(self._children(checkpoint, surely=False))
 
     def after(self, checkpoint: CheckpointId) -> tuple[StoredIncrement, ...]:
-        """Return the increments that a trainer restores after a full checkpoint, oldest first; empty if none
-        follow.
+        """Return the increments that a trainer restores after a full checkpoint, oldest first; empty: none.
 
         If several increments follow one state, the one with the highest generation, then step, is chosen.
         """
@@ -233,7 +232,10 @@ class History(Struct, frozen=True, dict=True):
         return next((stored for name in names if (stored := self.find(name))), None)
 
     def _children(self, state: StateId, *, surely: bool = True) -> list[StoredIncrement]:
-        """Return the increments that follow a state, unsorted: the certain ones or, unless `surely`, all."""
+        """Return the increments that certainly follow a state, unsorted.
+
+        Unless `surely`, increments that may follow it are added: see `CheckpointMarker.may_lead_to`.
+        """
         names = self.same(state)
         children = [stored for name in names for stored in self._by_parent.get(name, [])]
         for marker in self.markers:

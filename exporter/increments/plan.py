@@ -142,7 +142,7 @@ def _last_event(published: TrainerVersion, chain: Sequence[StoredIncrement]) -> 
 
 
 def _reason(published: TrainerVersion, full: CheckpointId, history: History, *, is_alone: bool) -> str:
-    """Return a sentence with the first reason that applies for which `published` and `full` are compared."""
+    """Return the first reason that applies why `published` and `full` must be compared, as a sentence."""
     if not published.is_exact:
         return LEFT_OUT if published.left_out is not None else ROUNDED
     if is_alone and history.after(full):

@@ -47,9 +47,9 @@ def is_chief(strategy: Strategy | None = None) -> bool:
 def checkpoint_dir(directory: Path | str, strategy: Strategy | None = None) -> Iterator[Path]:
     """Yield the directory to save into: `directory` for the chief, a temporary one for other processes.
 
-    The temporary directory is inside `directory`. It is removed when the block ends; one that a killed worker
-    left is removed when the block begins. Use it around one save or around the whole training, and restore
-    from `directory` in all processes.
+    `directory` is made if need be. The temporary directory is inside it, and is removed when the block ends;
+    one that a killed worker left is removed when the block begins, by the worker of its number or the chief.
+    Use it around one save or around the whole training, and restore from `directory` in all processes.
 
     Raises:
         RoleUnknown: as `is_chief`.

@@ -147,7 +147,7 @@ def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
     """Bring a session that has restored the newest full checkpoint of `ckpt_dir` to the newest increment.
 
     Adds operations to the session's graph, and writes its variables. Returns the step that was reached; None,
-    and nothing is changed, if there are no increments. A session with
+    and nothing is changed, if there is no full checkpoint or no increment after it. A session with
     `IncrementHook(incremental_save_restore=True)` does not need this.
 
     Raises:
