@@ -143,7 +143,8 @@ class _Part:
         """Return the keys' frequencies; None if the increment, or the full checkpoint, records none.
 
         If only the full checkpoint records none, the increment has zeros, which are ignored. `rows` is the
-        number of keys. Raises CorruptFile unless there is one int64 for each key.
+        number of keys. Raises CorruptFile unless there is one int64 for each key, CheckpointError and other
+        subclasses if they cannot be read.
         """
         is_recorded = all(part.freqs is not None for part in self._variable.parts)
         ref = self._find(INCR_FREQS)
@@ -302,7 +303,7 @@ class DeepRecIncrement(Struct, frozen=True):
         return {name: known[name] for name in names if name in known}
 
     def _owner(self, name: str) -> tuple[str, int | None]:
-        """Return the full checkpoint's variable to which `name` belongs, and the number of its part.
+        """Return the name of the full checkpoint's variable to which `name` belongs, and the part's number.
 
         `name` is a variable's, or `<variable>/part_<n>`; the number is None for the whole variable. The
         variable need not exist.
@@ -320,7 +321,7 @@ class DeepRecIncrement(Struct, frozen=True):
 
         They are unsorted. `name` is the tensor of the keys, `tensor` the table in the full checkpoint, `part`
         the number of the part, None for the whole. Raises CorruptFile if the values are absent, or do not fit
-        rows and table.
+        rows and table, CheckpointError and other subclasses if they cannot be read.
         """
         values_ref = self.catalog.tensors.get(name.removesuffix(INCR_KEYS) + INCR_VALUES)
         if values_ref is None:

@@ -79,7 +79,8 @@ def plan_changes(
     """Return the plan of the publication after `published`: of the full checkpoint `full` and its increments.
 
     - The target is the last increment after `full`, or the increment that `full` equals, or `full` itself.
-    - If the target is published, and no row is further from it than `within`, there is nothing to do.
+    - If the target is published, and no published row is further than `within` (a Euclidean norm) from the
+      trainer's, there is nothing to do.
     - If the published state is exact, and increments connect it to the target, they hold all changes.
     - Otherwise the target is compared with the published state, row by row; `reason` says why.
     - With `is_alone`, `full` is to be published alone: increments after `full` do not count.

@@ -104,11 +104,11 @@ def _finished(pending: set[Future[bytes]]) -> Iterator[bytes]:
 def choose_engine(
     name: str, workers: int = 0, address: str = "", options: Mapping[str, str] | None = None
 ) -> Engine:
-    """Return the engine with this name; UsageError for an unknown name, or options that it does not accept.
+    """Return the engine with this name; nothing is started yet.
 
     `workers` is their number, 0 for as many as there are processors; `address` is the address of a cluster,
-    "" for this machine; `options` are the engine's own. UsageError, too, if the engine's library is not
-    installed.
+    "" for this machine; `options` are the engine's own, which are checked when it runs. UsageError for an
+    unknown name, an engine whose library is not installed, and an address or options for `local`.
     """
     if name not in [*EngineName]:
         raise UsageError(f"there is no engine {name!r}", hint=f"one of {', '.join(EngineName)}")

@@ -151,7 +151,7 @@ class NewShard:
     def append(self, blocks: Iterable[Array]) -> None:
         """Write a run of these values behind the others, however many there are.
 
-        OSError if the disk refuses.
+        OSError if the disk refuses; errors of `blocks` pass.
         """
         run = self.reserve(0)
         for block in blocks:
@@ -288,8 +288,8 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
         """Write the rows to their runs, and return no counts.
 
-        MappingError if a value does not fit into the target dtype, CheckpointChanged if a file became
-        shorter, OSError if the disk refuses.
+        MappingError if a value does not fit into the target dtype, CheckpointChanged if a file vanished or
+        became shorter, CheckpointError if it cannot be read, OSError if the disk refuses.
         """
         runs = [shard.reserve(count * self.row_bytes) for count in self.counts]
         if self.is_verbatim:
@@ -301,7 +301,8 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
     def _copy(self, sources: Sequence[ReadRun], runs: Sequence[WrittenRun]) -> None:
         """Copy the sources, one after the other, into the runs, with one checksum for reading and writing.
 
-        CheckpointChanged if a file became shorter, OSError if the disk refuses.
+        CheckpointChanged if a file vanished or became shorter, CheckpointError if it cannot be read, OSError
+        if the disk refuses.
         """
         buffer = np.empty(min(COPY_BYTES, max((source.size for source in sources), default=0)), np.uint8)
         waiting = zip(runs, self.counts, strict=True)
@@ -323,7 +324,8 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
     def _blocks(self, sources: Sequence[ReadRun]) -> Iterator[Array]:
         """Yield the rows in their natural order, as blocks [n, width] of about 1 MiB.
 
-        CheckpointChanged if a file became shorter.
+        CheckpointChanged if a file vanished or became shorter, CheckpointError or OSError if it cannot be
+        read.
         """
         row_bytes = max(1, self.width * self.dtype.numpy.itemsize)
         rows = max(1, BLOCK_BYTES // row_bytes)
@@ -381,8 +383,8 @@ class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
         """Write the rows in 8 bits to their runs, and return `RowErrors.bits`.
 
-        NotFinite for a row without codes, CheckpointChanged if a file became shorter, OSError if the disk
-        refuses.
+        NotFinite for a row without codes, CheckpointChanged if a file vanished or became shorter,
+        CheckpointError if it cannot be read, OSError if the disk refuses.
         """
         runs = [shard.reserve(count * self.row_bytes) for count in self.counts]
         errors = RowErrors()
@@ -416,7 +418,7 @@ class RowErrors:
 
     @property
     def mean(self) -> float:
-        """The mean difference of a value, 0 without values."""
+        """The mean difference of a value, 0 without values; values in rows of zeros do not count."""
         return self.sum / max(1, self.values)
 
     @property

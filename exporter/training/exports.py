@@ -92,7 +92,7 @@ class ExportHook(SessionHook):
 
     @property
     def outcomes(self) -> tuple[ExportOutcome, ...]:
-        """The outcomes of the exports that have ended, oldest first."""
+        """The outcomes of the exports that have ended or were abandoned, oldest first."""
         return self._schedule.exports.outcomes
 
     def begin(self) -> None:
@@ -152,7 +152,7 @@ def ExportCallback(
 
         @property
         def outcomes(self) -> tuple[ExportOutcome, ...]:
-            """The outcomes of the exports that have ended, oldest first."""
+            """The outcomes of the exports that have ended or were abandoned, oldest first."""
             return self.schedule.exports.outcomes
 
         def on_train_begin(self, logs: Any = None) -> None:

@@ -1331,7 +1331,7 @@ class Store:
 
     @staticmethod
     def index_signature(prefix: Path) -> Optional[Tuple[str, Any]]:
-        """Return (name, identity of the index) of one full checkpoint; None if it is gone."""
+        """Return (name, identity of the index) of one full checkpoint; None if its index is gone."""
         found = _signature(str(prefix) + ".index")
         return None if found is None else (prefix.name, found)
 

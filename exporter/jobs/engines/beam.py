@@ -37,6 +37,7 @@ _TELL_S = 1.0  # workers collect outcomes for this time: an object in a store fo
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     """Run works on Beam and yield their outcomes, in any order.
 
+    Workers put outcomes into a new directory below `results`, which is removed at the end.
     Raised during the iteration: UsageError if workers elsewhere have no place for results, an option is
     malformed, or the library that reads stores is not installed; EngineFailed if the pipeline fails, or has
     no outcome for `stall` seconds (900); CheckpointError, PublishError or a subclass if the directory of
