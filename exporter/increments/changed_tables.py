@@ -133,7 +133,10 @@ class ChangedTable(Struct, frozen=True, rename={"label": "dtype"}):
 
     @property
     def kind(self) -> tuple[str, int, int]:
-        """Dtype, dimension and capacity: a trainer's table accepts the rows only if it has the same."""
+        """The label of the dtype, the dimension and the capacity.
+
+        A trainer's table accepts the rows only with the same dtype and dimension, and at least this capacity.
+        """
         return self.label, self.dim, self.capacity
 
 

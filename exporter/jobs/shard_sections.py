@@ -62,8 +62,8 @@ class ReadRun:
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Read the next values into a new array of this shape and dtype; add their bytes to the checksum.
 
-        The run must have that many bytes left. CheckpointChanged if the file became shorter; else the errors
-        of the class.
+        The run must have that many bytes left. CheckpointChanged if the file vanished or became shorter,
+        CheckpointError or OSError if it cannot be read.
         """
         values = np.empty(shape, dtype)
         self.fill(values.reshape(-1).view(np.uint8))
@@ -73,7 +73,7 @@ class ReadRun:
         """Fill the array `flat` (uint8) with the run's next bytes; return the part of it that is not filled.
 
         That part is empty unless the run ended. The bytes are added to the checksum. CheckpointChanged if the
-        file became shorter; else the errors of the class.
+        file vanished or became shorter, CheckpointError or OSError if it cannot be read.
         """
         count = min(len(flat), self.left)
         for start in range(0, count, crc32c.CHUNK):  # small enough to be still in a core's cache
@@ -84,8 +84,8 @@ class ReadRun:
     def read(self, buffer: Array) -> Array:
         """Fill a buffer with the next bytes and return it; the caller must add them to the checksum.
 
-        The run must have that many bytes left. CheckpointChanged if the file became shorter; else the errors
-        of the class.
+        The run must have that many bytes left. CheckpointChanged if the file vanished or became shorter,
+        CheckpointError or OSError if it cannot be read.
         """
         # A read, not a map: a file that shrinks under a map kills the process.
         if read_at(self._files[self._input], self._offset + self.done, buffer.data) != len(buffer):
