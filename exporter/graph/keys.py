@@ -300,9 +300,9 @@ def restored_names(
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield (handle's node, names of its `count` tensors in checkpoints) for each operation that restores.
 
-    These are the operations of `ops` that the restore op waits for, and those in the function that it calls.
-    `count` is the number of tensors that they take after the handle: 1 for an assignment, 2 for the import of
-    a table (keys, values). An operation for which fewer names are known is left out.
+    An operation of `ops` restores if the restore op waits for it, or if it is in the function that the
+    restore op calls. `count` is the number of tensors that it takes after the handle: 1 for an assignment, 2
+    for the import of a table (keys, values). An operation for which fewer names are known is left out.
     """
     for node, keys in _from_restore(meta_graph, index, ops, count=count):
         yield node, [key.key for key in keys]
@@ -314,8 +314,8 @@ def _from_restore(
 ) -> Iterator[tuple[str, list[VariableKey]]]:
     """Yield (handle's node, `count` keys) for each operation of `ops` that the restore op waits for.
 
-    The keys are those of the tensors that the operation takes after the handle. An operation with fewer known
-    keys is left out.
+    A key is the name and box of a tensor that the operation takes after the handle. An operation with fewer
+    known keys is left out.
     """
     restore = endpoint(meta_graph.saver_def.restore_op_name).node
     restored: dict[str, list[VariableKey]] = {}

@@ -235,7 +235,10 @@ class GraphIndex:
 
     @classmethod
     def of(cls, meta_graph: Proto) -> GraphIndex:
-        """Index a MetaGraphDef's graph with the OpDefs in it; GraphError as for the class."""
+        """Index a MetaGraphDef's graph with the OpDefs in it.
+
+        GraphError if two nodes have the same name, or a node has no name or no operation.
+        """
         return cls(meta_graph.graph_def, meta_graph.meta_info_def.stripped_op_list.op)
 
     @cached_property
@@ -274,7 +277,7 @@ class GraphIndex:
     def nearest(self, text: str, count: int = 5) -> list[str]:
         """Return at most `count` names of tensors (`node:0`) like `text`, similar ones first.
 
-        Then come names that contain its last part, those of about the same length first.
+        Names that contain the last part of `text` come next, beginning with names of about the same length.
         """
         import difflib
 

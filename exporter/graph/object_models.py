@@ -508,7 +508,7 @@ def _argument_names(specs: Sequence[Any], keywords: Sequence[str]) -> list[str]:
 def _quietly(read: Callable[[], Any]) -> Any:
     """Return the result of `read`, which reads a property of a Keras model; None if the model lacks it.
 
-    That is: if it raises AttributeError, ValueError, RuntimeError or NotImplementedError.
+    A model lacks it if reading raises AttributeError, ValueError, RuntimeError or NotImplementedError.
     """
     try:
         return read()

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 def _written(default: Any) -> Any:
     """Return a field with a copy of `default` as its default, which is written into documents, too.
 
-    Earlier releases wrote it; `omit_defaults` leaves out plain defaults, but not those of factories.
+    Earlier releases wrote it; `omit_defaults` leaves out plain defaults, but not a default of a factory.
     """
     return field(default_factory=lambda: copy(default))
 

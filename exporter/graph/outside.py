@@ -344,9 +344,9 @@ class _Judge:
     def _body(self, scope: Body) -> tuple[set[int], list[Outside]]:
         """Return (positions of the body's arguments that must name own files, operations that reach out).
 
-        The operations reach out whatever the arguments are: the body's, and those of functions for whose
-        files it passes other names. The graph itself has no arguments. GraphError if two nodes of a called
-        function have the same name, or for an unknown type number.
+        The operations reach out whatever the arguments are: operations of the body, and of functions that it
+        calls with names of other files. The graph itself has no arguments. GraphError if two nodes of a
+        called function have the same name, or for an unknown type number.
         """
         found: list[Outside] = []
         arguments: set[int] = set()

@@ -79,7 +79,7 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
         CorruptFile: the SavedModel is damaged, or an asset's name leads out of `assets/`.
         CheckpointError: its file is a pointer of Git LFS, or cannot be fetched from a store (subclasses).
         PublishError: what is fetched from a store cannot be written.
-        UnsupportedFormat: it is split into chunks, or the graph is object-based: nothing can be beside it.
+        UnsupportedFormat: it is split into chunks, or its graph is object-based.
         UsageError: there is no SavedModel, or no graph or several have the tag.
         MissingAsset: an asset that it names does not exist.
         GraphError: it computes the names of its tensors, or two nodes have the same name.

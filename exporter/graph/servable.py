@@ -71,7 +71,7 @@ def library_of(op: str) -> str:
 def by_library(ops: Collection[str]) -> str:
     """Return a text that lists operations by library, for a note; "" for no operations.
 
-    At most 8 of each library are named; those of no known library are of "unknown origin".
+    At most 8 of each library are named; operations of no known library are of "unknown origin".
     """
     named: dict[str, list[str]] = {}
     for op in sorted(ops):

@@ -215,8 +215,8 @@ def require_function(found: BuilderFile, where: str, name: str) -> None:
     """Raise BuilderError if a builder's module certainly lacks the function `name`, or cannot be parsed.
 
     `where` is the module as the user named it. Nothing is raised if its code does not show all names: only
-    importing it can decide then. CheckpointError if the file is a pointer of Git LFS, or cannot be fetched
-    from a store.
+    importing it can decide then. The file's names are cached until it changes. CheckpointError if the file is
+    a pointer of Git LFS, or cannot be fetched from a store.
     """
     bound, functions = _bound.of(found.path, lambda path: _bound_names(parse(path)))
     if bound is not None and name.split(".")[0] not in bound:

@@ -166,7 +166,7 @@ def _text(error: BaseException) -> str:
 def _place(error: BaseException) -> _Place | None:
     """Return the innermost position, in the user's files, that an error came from; None if there is none.
 
-    If all positions are in installed packages, those of the outermost package count.
+    If all positions are in installed packages, positions in the outermost package count.
     """
     found = _user_places(_places(error))
     return found[-1] if found else None

@@ -38,8 +38,8 @@ class Unmatched(Struct, frozen=True):
     def table(self) -> tuple[str, ...]:
         """Lines for a rename file, one for each left-over variable.
 
-        The line maps the variable to its candidate if there is only one; else it is a comment with all
-        candidates.
+        The line maps the variable to its candidate if there is only one; else it is a comment with the
+        candidates, at most five.
         """
         lines = []
         for left in self.variables:
