@@ -94,7 +94,7 @@ def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> Inferenc
     The graph itself if none are. Each joined lookup replaces at least eight. The dynamic tables of the graph
     must have sizes, as `with_table_shapes` sets them. A table with an index variable whose node is in `apart`
     keeps its own lookups. `joined` of the copy has the place of each index variable in a joined variable.
-    GraphError if two nodes have the same name.
+    GraphError if two nodes have the same name, or one has none.
     """
     free = [table for table in graph.dynamic_tables if not {*table.nodes[: len(INDEX)]} & {*apart}]
     index = GraphIndex.of(graph.meta_graph)
@@ -301,9 +301,9 @@ def separate_lookups(meta_graph: Proto) -> None:
     """Give each lookup that `join_lookups` joined its own nodes and index variables again, in place.
 
     The joined nodes stay, but nothing reads them; the index variables have no sizes. A graph without joined
-    lookups stays unchanged. GraphError if two nodes have the same name, if the joined nodes or the marks of
-    tables have been changed, if the default rows of a table are not in the graph, or if other nodes have the
-    names of the new ones.
+    lookups stays unchanged. GraphError if two nodes have the same name, or one has none, if the joined nodes
+    or the marks of tables have been changed, if the default rows of a table are not in the graph, or if other
+    nodes have the names of the new ones.
     """
     graph_def = meta_graph.graph_def
     if not any(JOINED in node.attr for node in graph_def.node):

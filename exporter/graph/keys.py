@@ -63,7 +63,7 @@ def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> d
 
     A partitioned variable has MOD or DIV, or NONE if no rows are gathered from its parts. A whole variable
     has DIV if rows of it are gathered, else NONE, and is left out if a called function takes it. A variable
-    of unknown strategy is left out. GraphError if two nodes have the same name.
+    of unknown strategy is left out. GraphError if two nodes have the same name, or one has none.
     """
     parts: dict[str, list[str]] = {}
     whole: list[GraphVariable] = []
@@ -85,7 +85,7 @@ def trained_strategies(meta_graph: Proto) -> dict[str, PartitionStrategy]:
     """Return {variable's key: MOD, DIV or NONE} for the partitioned variables of a trainer's graph.
 
     NONE: no rows are gathered from the parts. Variables of unknown order are left out. GraphError if two
-    nodes have the same name.
+    nodes have the same name, or one has none.
     """
     index = GraphIndex.of(meta_graph)
     parts: dict[str, list[str]] = {}

@@ -101,8 +101,8 @@ def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
     """Raise NotServable for a static table of the graph that nothing fills.
 
     A table is filled by a node named in `filling`, an initialiser or a call of a function that fills it, or
-    by the function that makes it. GraphError if two nodes have the same name, or if the graph lacks a called
-    function.
+    by the function that makes it. GraphError if two nodes have the same name, or one has none, or if the
+    graph lacks a called function.
     """
     index = GraphIndex.of(meta_graph)
     tables = _Tables(index)
@@ -348,7 +348,7 @@ def files_to_feed(source: SourceGraph) -> dict[str, Path]:
 
     A moved file is one that an initialiser reads, and that exists only below the graph's directory. Files
     that do not exist are left out. AccessRefused if the graph may not read a file, MissingAsset if it cannot
-    be looked up, GraphError if two nodes have the same name.
+    be looked up, GraphError if two nodes have the same name, or one has none.
     """
     nodes = GraphIndex.of(source.meta_graph).nodes
     found = dict(source.assets)

@@ -396,7 +396,7 @@ def runnable_graph(source: SourceGraph) -> Proto:
     """Return a copy of the source's GraphDef to run here, with control edges only from nodes that can be run.
 
     Operations that TensorFlow cannot import, and all nodes that read from them, are left out. GraphError if
-    two nodes have the same name, or if conditionals are nested more than 64 deep.
+    two nodes have the same name, or one has none, or if conditionals are nested more than 64 deep.
     """
     index = GraphIndex.of(source.meta_graph)
     # Nodes behind a fed tensor, too: TensorFlow's optimizer turns a control edge from `Identity(fed)` into

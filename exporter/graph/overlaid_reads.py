@@ -128,7 +128,8 @@ def overlay_joined_reads(meta_graph: Proto, tables: Mapping[str, OverlaidReads])
     """Let all gathers that always run together read the overlay that their tables share at once, in place.
 
     At least eight gathers are changed at once. They are marked, so that `overlay_reads` changes only the
-    other reads. `tables` are by the nodes of their handles. GraphError if two nodes have the same name.
+    other reads. `tables` are by the nodes of their handles. GraphError if two nodes have the same name, or
+    one has none.
     """
     # A flag, a branch and a look at the slots for each of a hundred tables cost more than the gathers.
     body = Body(meta_graph.graph_def.node)
@@ -139,7 +140,7 @@ def overlay_joined_reads(meta_graph: Proto, tables: Mapping[str, OverlaidReads])
 def _read_together(meta_graph: Proto, tables: Mapping[str, OverlaidReads]) -> list[list[Proto]]:
     """Return groups of at least eight gathers that always run together, from tables that share an overlay.
 
-    GraphError if two nodes have the same name.
+    GraphError if two nodes have the same name, or one has none.
     """
     index = GraphIndex.of(meta_graph)
     ends = {name: SignatureEnds.of(each) for name, each in meta_graph.signature_def.items()}

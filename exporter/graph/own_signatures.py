@@ -217,9 +217,9 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
 
     The source itself if nothing is to be changed, or if every signature fails to be cleaned: `clean` then
     reports why. Cleaning a doubtful signature may run the graph in another process, for up to minutes.
-    NotServable if none is left for other reasons; GraphError if two nodes have the same name, or if the graph
-    lacks a function that is called, or a node that an output needs, or for an unknown type number; UsageError
-    if `--feed` fixes an input of a signature.
+    NotServable if none is left for other reasons; GraphError if two nodes have the same name, or one has
+    none, or if the graph lacks a function that is called, or a node that an output needs, or for an unknown
+    type number; UsageError if `--feed` fixes an input of a signature.
     """
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}

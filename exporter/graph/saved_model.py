@@ -82,7 +82,7 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
         UnsupportedFormat: it is split into chunks, or its graph is object-based.
         UsageError: there is no SavedModel, or no graph or several have the tag.
         MissingAsset: an asset that it names does not exist.
-        GraphError: it computes the names of its tensors, or two nodes have the same name.
+        GraphError: it computes the names of its tensors, or two nodes have the same name, or one has none.
     """
     meta_graph = choose_graph(read_saved_model(path), path, tag, "--train-tag")
     return TrainingGraph.of(str(path), tag, meta_graph, _assets(meta_graph, path, trust))
@@ -132,8 +132,9 @@ def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> l
 
     Entries that are not signatures are always removed. If the request names tensors, no signature is removed,
     and there are no notes. UsageError if no signature is left that can be served, or an option does not fit;
-    UnknownTensor for the feed of an unknown tensor, GraphError if two nodes have the same name;
-    CheckpointError if the file of `--signatures` is a pointer of Git LFS, or cannot be fetched from a store.
+    UnknownTensor for the feed of an unknown tensor, GraphError if two nodes have the same name, or one has
+    none; CheckpointError if the file of `--signatures` is a pointer of Git LFS, or cannot be fetched from a
+    store.
     """
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:

@@ -34,7 +34,7 @@ from exporter.wire.protos import Proto
 def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> list[str]:
     """Remove the signatures that a server cannot run, in place, and return a note on each, sorted by name.
 
-    `fixed` are placeholders that get constants. GraphError if two nodes have the same name.
+    `fixed` are placeholders that get constants. GraphError if two nodes have the same name, or one has none.
     """
     index = GraphIndex.of(meta_graph)
     notes = []
@@ -88,7 +88,7 @@ class TrainingGraph(Struct, frozen=True):
 
         `source` names its SavedModel, and `tag` the graph in it; `assets` are files by the node that gets the
         path. UnsupportedFormat if it is object-based, GraphError if it computes the names of its tensors, if
-        two nodes have the same name, or for an unknown type number.
+        two nodes have the same name, or one has none, or for an unknown type number.
         """
         if meta_graph.HasField("object_graph_def"):
             raise UnsupportedFormat(
