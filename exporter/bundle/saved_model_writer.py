@@ -88,7 +88,7 @@ def place_assets(
 
     Raises:
         NotServable: a file does not exist or cannot be read, or its name is not one of a file in `assets`.
-        LfsPointer: it is a pointer of Git LFS.
+        CheckpointError: a file in a store cannot be fetched; LfsPointer if a file is a pointer of Git LFS.
         DiskFull, PublishError: it cannot be copied.
     """
     names = {} if names is None else names
@@ -438,7 +438,7 @@ def write_saved_model(
 
     Raises:
         MappingError: a variable that is to be cast is used in a way that forbids it.
-        LfsPointer: an asset is a pointer of Git LFS.
+        CheckpointError: an asset in a store cannot be fetched; LfsPointer if it is a pointer of Git LFS.
         NotServable: an asset cannot be read, the graph's constants exceed protobuf's limit of 2 GiB, `server`
             lacks something that the graph needs, or a table with hot rows is read other than by rows.
         DiskFull, PublishError: the directory cannot be written.

@@ -96,7 +96,8 @@ def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) 
     bytes of `new` that are read are verified by their checksums: a damaged row must not get a new, right
     checksum. So are those of `old`, where a damaged row could hide a change; if hashes of its rows are known,
     these verify the blocks that are read; with a runner they are not used. With `how.changes`, bytes that
-    both share are neither read nor verified, and their tables have no hashes. Changes may be maps of unnamed
+    both share are neither read nor verified, and their tables have no hashes. Verified runs of tables are
+    recorded in both states; `how.progress` advances by the bytes compared. Changes may be maps of unnamed
     files in `how.scratch`.
 
     Raises:
