@@ -390,7 +390,8 @@ def _joined(
     """Return the variable `name` with these parts, in the order of their numbers.
 
     The key None means a variable stored as a whole. There must be at least `count` parts (0 if the number is
-    unknown). CorruptFile if a part is missing, or the parts differ in dtypes or row length.
+    unknown). CorruptFile if a part is missing, the variable is stored as a whole and in parts, or the parts
+    differ in dtypes or row length.
     """
     numbers = [number for number in parts if number is not None]
     if None in parts and numbers:

@@ -224,7 +224,8 @@ def family_of(path: Path) -> Family:
 def read_family(path: Path) -> Catalog:
     """Read the catalog of the checkpoint with this prefix, or in this archive.
 
-    CheckpointError and subclasses if there is none, or it is damaged or cannot be read.
+    CheckpointError and subclasses if there is none, or it is damaged or cannot be read. OSError as
+    `Family.matches`.
     """
     return family_of(path).read(path)
 

@@ -159,7 +159,8 @@ def _tensors(whole: FileRange) -> dict[str, TensorRef]:
 def _header(whole: FileRange) -> tuple[dict[str, _Entry], int]:
     """Return the header's entry of each tensor, and the offset at which the header ends.
 
-    TruncatedFile or CorruptFile if the file does not begin with a header.
+    TruncatedFile or CorruptFile if the file does not begin with a header, CheckpointChanged if it was
+    replaced, CheckpointError if it cannot be read.
     """
     if whole.size < _SIZE_BYTES:
         raise TruncatedFile(f"{whole.path} has {whole.size} bytes: it is not a safetensors file")

@@ -422,7 +422,7 @@ def plan_tracking(
 
 
 def tracking_digest(tracked: Iterable[VariableTracking]) -> int:
-    """Return an int64 that is equal for two graphs if they find changes of variables in the same way."""
+    """Return an int64 that is equal for two graphs only if they find changes of variables in the same way."""
     plan = [(entry.name, entry.shape, entry.dtype, entry.mode.name) for entry in tracked]
     return int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:8], "little", signed=True)
 
@@ -1254,7 +1254,8 @@ class Store:
     def prune(self) -> None:
         """Remove increments that no full checkpoint needs, markers of lost checkpoints, and left-overs.
 
-        What cannot be removed stays, and is tried again by the next call; the first failure is logged.
+        Does nothing if no full checkpoint is found. An increment that cannot be removed stays, and is tried
+        again by the next call; the first such failure is logged.
         """
         prefixes = self._prefixes()
         if not prefixes:  # or the directory cannot be listed just now
@@ -2063,7 +2064,7 @@ class IncrementHook(SessionHook):
         """Chief: publish an increment if one is due; others do nothing.
 
         Raises Refused if a worker trains without the hook, there is no full checkpoint, or another training
-        writes here; NotPublished and OSError as `Publisher.save` and `Publisher.notice`.
+        writes here; NotPublished as `Publisher.save` and `Publisher.notice`.
         """
         if self._chief is not None:
             # The run fetched the step before its own update or after it: the order is not defined.
@@ -2077,7 +2078,7 @@ class IncrementHook(SessionHook):
         """Chief: publish an increment if it is due; others do nothing.
 
         Raises Refused if a worker trains without the hook, there is no full checkpoint, or another training
-        writes here; NotPublished and OSError as `Publisher.save` and `Publisher.notice`.
+        writes here; NotPublished as `Publisher.save` and `Publisher.notice`.
         """
         if self._chief is None:
             return
@@ -2091,7 +2092,7 @@ class IncrementHook(SessionHook):
         """Chief: publish the last increment.
 
         Replaces `session.close`, to do so again if a saver has written a full checkpoint until then. Raises
-        Refused, NotPublished and OSError as `Publisher.finish`; so may `session.close` then.
+        Refused and NotPublished as `Publisher.finish`; so may `session.close` then.
         """
         if self._chief is not None:
             self._finish(session)
@@ -2337,8 +2338,8 @@ class Fit:
     def after_batch(self) -> None:
         """Save a full checkpoint, an increment, both or none, whichever is due.
 
-        Raises Refused, NotPublished and OSError as `Publisher.save` and `Publisher.notice`; errors of the
-        manager pass.
+        Raises Refused and NotPublished as `Publisher.save` and `Publisher.notice`; errors of the manager
+        pass.
         """
         step = self._step
         if self._save_checkpoint_steps and step - self._last_full >= self._save_checkpoint_steps:
@@ -2350,7 +2351,7 @@ class Fit:
     def end(self) -> None:
         """Save a full checkpoint, unless this step has one, and the increment that equals it.
 
-        Raises Refused, NotPublished and OSError as `Publisher.finish`; errors of the manager pass.
+        Raises Refused and NotPublished as `Publisher.finish`; errors of the manager pass.
         """
         if self._step != self._last_full:
             self._save_full()

@@ -126,7 +126,6 @@ class IncrementWriter:
                 twice.
             CorruptFile: the full checkpoint's tables are damaged.
             TargetNotWritable, DiskFull, PublishError: nothing was written.
-            OSError: the increment was written, and one that is no longer needed cannot be removed.
         """
         tip, gone = self._tip, removed or {}
         if tip is None:
