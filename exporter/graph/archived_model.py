@@ -18,6 +18,7 @@ import importlib
 import inspect
 import json
 import re
+import stat
 import sys
 import tempfile
 import weakref
@@ -38,7 +39,7 @@ from exporter.checkpoint.keras_archive import (
     read_keras,
     unpack_assets,
 )
-from exporter.errors import AccessRefused, BuilderError, UsageError
+from exporter.errors import AccessRefused, BuilderError, UnsafeArchive, UsageError
 from exporter.graph.archived_code import KERASES, entries, is_known, refuse_code
 from exporter.graph.code_recorder import import_code
 from exporter.graph.object_models import keras_of
@@ -210,6 +211,7 @@ def archive_builder(
         BuilderError: its Keras is not installed, its config is not JSON, or it mixes Keras 2 and 3.
         CodeRefused: it names code that is not allowed, or its config is nested more than 200 deep.
         AccessRefused: it names a file that it may not read.
+        UnsafeArchive: it names a pipe or a device for a layer to read.
         CheckpointError: it cannot be read (and subclasses).
     """
     described = read_config(path)
@@ -226,6 +228,7 @@ def archive_builder(
                 hint=f"if it may have it, name the archive: --model {quoted(path)}",
             )
         trust.require_file(Path(file), path.parent)
+        _require_regular(path, file)
     _serve_tables(config)
     _forget_training(config)
     if allow_code:
@@ -533,6 +536,13 @@ def _named_files(config: Any) -> Iterator[str]:
         given = entry.get("config")
         if isinstance(given, dict):
             yield from (value for name in _FILES if isinstance(value := given.get(name), str))
+
+
+def _require_regular(archive: Path, file: str) -> None:
+    """Raise UnsafeArchive if `file`, which an archive names, is there and is a pipe, a device or the like."""
+    with contextlib.suppress(OSError, ValueError):
+        if not stat.S_ISREG(Path(file).stat().st_mode):
+            raise UnsafeArchive(f"{archive} asks for {file!r}, which is not a regular file")
 
 
 def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ Each gadget leaves a file behind when it runs; that it does is shown once, with 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,19 @@ def test_a_vocabulary_elsewhere(tmp_path: Path, url: str, monkeypatch: pytest.Mo
     config = {"module": "keras", "class_name": "Sequential", "config": {"layers": [lookup]}}
     with pytest.raises(AccessRefused):
         archive_builder(own_format(tmp_path, config, "3.10.0"), trust=Trust(is_found=True))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("layer", ["StringLookup", "IntegerLookup", "TextVectorization"])
+def test_a_vocabulary_that_never_ends_is_not_waited_for(tmp_path: Path, layer: str) -> None:
+    """Whoever names an archive lets it read any file: not a pipe, nor a device."""
+    os.mkfifo(tmp_path / "pipe")
+    for file in (str(tmp_path / "pipe"), "/dev/zero"):
+        lookup = named("keras.layers", layer, config={"vocabulary": file})
+        config = {"module": "keras", "class_name": "Sequential", "config": {"layers": [lookup]}}
+        path = own_format(tmp_path, config, "3.10.0")
+        ran = export_model("--ckpt-dir", path, "--model", path, "--out", tmp_path / "out", "--json")
+        assert (ran.error["error"], "not a regular file" in ran.err) == ("UnsafeArchive", True), ran.err
 
 
 @pytest.mark.parametrize("key", ["vocabulary_file", "ckpt_to_load_from"])

@@ -98,9 +98,9 @@ def test_a_page_whose_name_leads_here_reads_nothing(published: Published, path: 
         published.model, NOBODY, more=("--allow-host", "ml.example.com,*.svc.cluster.local")
     ) as running:
 
-        def named(host: str) -> int:
+        def named(host: str, method: str = "GET") -> int:
             connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
-            connection.request("GET", path, headers={"Host": host})
+            connection.request(method, path, headers={"Host": host})
             return connection.getresponse().status
 
         own = {
@@ -108,6 +108,8 @@ def test_a_page_whose_name_leads_here_reads_nothing(published: Published, path: 
         }
         assert named("evil.example") == 403
         assert 403 not in own
+        changing = ("POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+        assert {named("localhost", method) for method in changing} == {405}, "nobody changes anything here"
 
 
 @pytest.mark.landing

@@ -18,6 +18,9 @@ import tensorflow as tf
 
 from exporter.delta.format import Change, ChangeKind, Rows
 from exporter.options import Isolation
+from exporter.storage.layout import SAVED_MODEL_FILE
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
 from tests.support.budget import times
 from tests.support.updatable import Loaded, Model, assert_holds, loaded, updatable_model
 
@@ -151,6 +154,18 @@ def test_a_call_beside_an_update_is_told_at_once_and_fails_for_no_target(
     assert all(FIRST <= answer["position"] < LAST and answer["deltas"] == 0 for answer in answers)
     assert server.update(LAST)["status"] == f"reached: {LAST}"
     assert_holds(server, model, LAST)
+
+
+def test_a_call_says_numbers_and_never_a_path(model: Model) -> None:
+    saved = protos.message_class("SavedModel").FromString((model.version / SAVED_MODEL_FILE).read_bytes())
+    (meta,) = saved.meta_graphs
+    taken = {
+        name: {each.dtype for each in signature.inputs.values()}
+        for name, signature in meta.signature_def.items()
+        if name.startswith("incremental_")
+    }
+    assert "incremental_update" in taken
+    assert {dtype for dtypes in taken.values() for dtype in dtypes} == {DType.INT64}
 
 
 def test_a_call_that_is_cut_off_gives_its_turn_back(server: Loaded, model: Model) -> None:

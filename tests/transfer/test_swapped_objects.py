@@ -137,7 +137,9 @@ def test_a_copy_holds_what_was_signed_alone(world: World) -> None:
 
 
 @pytest.mark.landing
-@pytest.mark.parametrize("command", [("merge", URL), ("rollback", URL, "--to", "20"), ("export",)])
+@pytest.mark.parametrize(
+    "command", [("merge", URL), ("merge", URL, "--rebase"), ("rollback", URL, "--to", "20"), ("export",)]
+)
 def test_what_a_publisher_makes_of_a_store_is_made_of_what_was_signed(
     world: World, command: tuple[str, ...]
 ) -> None:

@@ -369,6 +369,24 @@ def test_manifests_that_tell_of_another_place(
     assert files(here) == files(machine.model)
 
 
+def test_a_copy_holds_nothing_that_no_manifest_lists(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    """Servers run what lies in `assets.extra`, and list the deltas of a log."""
+    pushed(machine.model, url)
+    (first, *_) = read_log(machine.model).deltas
+    for path in (
+        "10/assets.extra/tf_serving_warmup_requests",
+        "10/assets/words.txt",
+        f"{first.path.relative_to(machine.model)}/delta.data-00001-of-00002",
+        f"{first.path.parent.relative_to(machine.model)}/{20:020d}-{90:020d}/delta.index",
+        "99/saved_model.pb",
+    ):
+        bucket.put(f"models/ranker/{path}", b"of somebody else")
+    pull(url, tmp_path / "here")
+    assert files(tmp_path / "here") == files(machine.model)
+
+
 def test_hostile_manifests(machine: Machine, bucket: Bucket, url: str, tmp_path: Path) -> None:
     pushed(machine.model, url)
     key = "models/ranker/10/manifest.json"
