@@ -290,7 +290,10 @@ def mutating(library: Mapping[str, Proto]) -> set[str]:
 
 
 def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
-    """Return the names of the functions `called`, and of all that call one of them, directly or not."""
+    """Return the names of the functions `called`, and of all that call one of them, directly or not.
+
+    `library` has the graph's functions by name; KeyError if it lacks one of `called`.
+    """
     found = {*called}
     if not found:  # a large library takes time to walk
         return found

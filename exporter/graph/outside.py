@@ -395,8 +395,9 @@ class _Judge:
 def runnable_graph(source: SourceGraph) -> Proto:
     """Return a copy of the source's GraphDef to run here, with control edges only from nodes that can be run.
 
-    Operations that TensorFlow cannot import, and all nodes that read from them, are left out. GraphError if
-    two nodes have the same name, or one has none, or if conditionals are nested more than 64 deep.
+    Nodes that the init op waits for keep all their control edges. Operations that TensorFlow cannot import,
+    and all nodes that read from them, are left out. GraphError if two nodes have the same name, or one has
+    none, or if conditionals are nested more than 64 deep.
     """
     index = GraphIndex.of(source.meta_graph)
     # Nodes behind a fed tensor, too: TensorFlow's optimizer turns a control edge from `Identity(fed)` into

@@ -23,7 +23,8 @@ _ADDED = re.compile(
 def without_recording(meta_graph: Proto) -> Proto:
     """Remove, in place, the nodes that record increments, and control edges from them.
 
-    Returns the same graph.
+    Nodes that the rest of the graph or a signature reads stay: they are the program's own. Returns the same
+    graph.
     """
     # A node that the rest of the graph reads, or that a signature names, is the program's own.
     nodes = meta_graph.graph_def.node

@@ -301,7 +301,7 @@ class MappingSpec(
         return self.renamed.get(table.name, table.name)
 
     def sources(self) -> tuple[TensorSource, ...]:
-        """Return the served variables as stored in a bundle of this recipe, by their served names.
+        """Return the served variables as stored in a bundle of this recipe, under their served names.
 
         Their tensors have no extents. The contents of lookup tables come last. Raises DocumentError if a
         variable of the recipe is inconsistent.

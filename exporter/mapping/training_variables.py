@@ -36,13 +36,14 @@ class Unserved(Struct, frozen=True):
 def check_batch_statistics(
     graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource], switches: Mapping[str, str]
 ) -> None:
-    """Require that a graph does not normalise by the batch while the checkpoint has moving statistics.
+    """Require that the moving statistics in a checkpoint are served with the layers that they belong to.
 
-    `sources` has the source of each served variable. `switches` are placeholders, with the values that would
-    choose inference, for the hint.
+    Without them a graph normalises each request by its own batch, as in training. `sources` has the source of
+    each served variable. `switches` are placeholders, with the values that would choose inference, for the
+    hint.
 
     Raises:
-        TrainingModeServed: it does; names the statistics, and the nodes that normalise.
+        TrainingModeServed: some are not; names the first of them, and nodes that normalise.
         CorruptFile: the checkpoint's graph of objects is damaged.
         CheckpointError: this graph cannot be read.
     """
