@@ -641,7 +641,8 @@ def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> l
 
     These nodes are replaced by copies that read the renumbered outputs, and constants with the remaining
     names are added to `nodes`. Returns the tensors' names in the checkpoint, in the order of the node's
-    outputs. NotServable if the names and slices are not constants; GraphError for an unknown type number.
+    outputs. NotServable if the names and slices are not constants, or an output is used that the node lacks;
+    GraphError for an unknown type number.
     """
     node = nodes[name]
     names, slices = (
@@ -658,6 +659,8 @@ def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> l
             if tensor in numbers:
                 nodes[user].input[at] = numbers[tensor].as_input
     types = node.attr["dtypes"].list.type
+    if used and used[-1] >= min(len(names), len(types)):
+        raise _unclear(node)
     texts = {f"{name}/tensor_names": names, f"{name}/shape_and_slices": slices}
     dtypes = tuple(base_dtype(types[output]) for output in used)
     nodes[name] = new_node(name, _READS, [_PREFIX, *texts], dtypes=dtypes)

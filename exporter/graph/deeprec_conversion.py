@@ -555,12 +555,18 @@ def _initialiser(index: GraphIndex, handle: str) -> Proto | None:
     return None
 
 
-def _evaluated(index: GraphIndex, tensor: Endpoint, depth: int = 0) -> tuple[Array | None, str]:
+def _evaluated(
+    index: GraphIndex, tensor: Endpoint, depth: int = 0, known: dict[Endpoint, Array] | None = None
+) -> tuple[Array | None, str]:
     """Return (value, "") of a tensor computed from constants, or (None, why it cannot be computed).
 
     `depth` is the number of nodes between this tensor and the initial value; above 64 there is no value.
+    `known` gets the value of each tensor on the way, so that none is computed twice.
     GraphError for an unknown type number.
     """
+    known = {} if known is None else known
+    if tensor in known:
+        return known[tensor], ""
     node = index.nodes.get(tensor.node)
     if node is None or depth > _MAX_DEPTH:
         return None, "its initializer is not in the graph"
@@ -577,11 +583,12 @@ def _evaluated(index: GraphIndex, tensor: Endpoint, depth: int = 0) -> tuple[Arr
         return None, f"its initializer needs {node.op} {node.name!r}, which is not computed here"
     values = []
     for source in data_inputs(node):
-        value, why = _evaluated(index, source, depth + 1)
+        value, why = _evaluated(index, source, depth + 1, known)
         if value is None:
             return None, why
         values.append(value)
     try:
-        return compute(node, values, tensor.output, _MAX_BYTES), ""
+        known[tensor] = compute(node, values, tensor.output, _MAX_BYTES)
     except (ValueError, TypeError, IndexError, ArithmeticError) as error:
         return None, f"its initializer cannot be computed ({error})"
+    return known[tensor], ""

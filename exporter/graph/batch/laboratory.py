@@ -92,32 +92,45 @@ def sparse_inputs(
     The three parts have one alias, or are outputs of one node, or of nodes in one scope; `names` has the
     alias of each input. Other inputs are left out.
     """
-    groups: dict[str, list[Endpoint]] = {}
+    groups: dict[tuple[str, bool], list[Endpoint]] = {}
     for tensor in inputs:
         alias = names[tensor]
         is_one = sum(other == alias for other in names.values()) > 1
         of_node = sum(other.node == tensor.node for other in inputs) > 1
         key = f"alias {alias}" if is_one else tensor.node if of_node else tensor.node.rpartition("/")[0]
-        groups.setdefault(key, []).append(tensor)
-    found = (_sparse({tensor: inputs[tensor] for tensor in tensors}) for tensors in groups.values())
+        groups.setdefault((key, is_one or of_node), []).append(tensor)
+    found = (
+        _sparse({tensor: inputs[tensor] for tensor in tensors}, belong)
+        for (_, belong), tensors in groups.items()
+    )
     return [parts for parts in found if parts is not None]
 
 
-def _sparse(group: Mapping[Endpoint, InputKind]) -> tuple[Endpoint, Endpoint, Endpoint] | None:
+def _sparse(group: Mapping[Endpoint, InputKind], belong: bool) -> tuple[Endpoint, Endpoint, Endpoint] | None:
     """Return (indices, values, dense shape) of a group of inputs; None if it is not a sparse tensor.
 
-    A sparse tensor has three inputs, with int64 indices of two dimensions and two vectors.
+    A sparse tensor has three inputs: int64 indices of two dimensions, and two vectors. The dense shape is the
+    int64 vector with an element for each column of the indices, or of unknown length. Unless the inputs
+    `belong` together, by an alias or a node, one of unknown length is named as a shape.
     """
-    int64 = [tensor for tensor, kind in group.items() if kind.dtype is DType.INT64]
-    indices = [tensor for tensor in int64 if len(group[tensor].shape or ()) == 2]
     vectors = [tensor for tensor, kind in group.items() if len(kind.shape or (0,)) == 1]
-    if (len(group), len(indices), len(vectors)) != (3, 1, 2):
+    others = [tensor for tensor in group if tensor not in vectors]
+    if (len(vectors), len(others)) != (2, 1) or group[others[0]].dtype is not DType.INT64:
         return None
-    # the dense shape has a known length, or alone is of integers; else it is the last, as of its node
-    shapes = [tensor for tensor in vectors if (group[tensor].shape or (-1,))[0] > 0 and tensor in int64]
-    shapes = shapes or sorted(tensor for tensor in vectors if tensor in int64)
+    if len(found := group[others[0]].shape or ()) != 2:
+        return None
+
+    def is_shape(tensor: Endpoint) -> bool:
+        (length,) = group[tensor].shape or (-1,)
+        may_be = belong or "shape" in tensor.node.rpartition("/")[2]
+        return group[tensor].dtype is DType.INT64 and (may_be if length < 0 else found[1] in (-1, length))
+
+    # a known length decides; else it is the last, as of its node
+    shapes = sorted(filter(is_shape, vectors), key=lambda tensor: ((group[tensor].shape or (-1,))[0], tensor))
+    if not shapes:
+        return None
     (values,) = (tensor for tensor in vectors if tensor != shapes[-1])
-    return indices[0], values, shapes[-1]
+    return others[0], values, shapes[-1]
 
 
 class Laboratory(Struct, frozen=True):
@@ -165,6 +178,7 @@ def laboratory(nodes: Mapping[str, Proto], filled: Sequence[str]) -> Laboratory:
 
 def _gathers_rows(reader: Proto, handle: str) -> bool:
     is_gather = reader.op == "ResourceGather" and not attr(reader, "batch_dims").i
+    is_gather = is_gather and attr_dtype(reader, "Tindices") in (None, DType.INT32, DType.INT64)
     return is_gather and data_inputs(reader)[0].node == handle
 
 
@@ -352,7 +366,10 @@ class _Drawing(Struct, frozen=True):
     scale: float
 
     def values(self, tensor: Endpoint, dtype: DType, shape: tuple[int, ...]) -> Array:
-        """Return random values of this dtype and shape; serialized Examples if the graph parses `tensor`."""
+        """Return random values of this dtype and shape; serialized Examples if the graph parses `tensor`.
+
+        NoLaboratory for resources and variants.
+        """
         if dtype is DType.STRING:
             parsers = [node for node in self.nodes.values() if _parses(node, tensor)]
             if not parsers:
@@ -363,6 +380,8 @@ class _Drawing(Struct, frozen=True):
             return self.random.integers(0, 2, shape).astype(bool)
         if dtype.is_integer:
             return self.random.integers(0, min(self.limit, dtype.limits[1]), shape).astype(dtype.numpy)
+        if dtype in (DType.RESOURCE, DType.VARIANT):
+            raise NoLaboratory(f"there are no random values of {dtype.label}")
         drawn = self.random.normal(size=shape)
         return (drawn * self.scale if self.scale else np.rint(drawn)).astype(dtype.numpy)
 
