@@ -36,6 +36,7 @@ from exporter.options.words import (
     Part,
     count,
     fields_of,
+    name_of,
     number,
     require_needed,
     texts_of,
@@ -203,11 +204,11 @@ def struct_in(hint: Any) -> type[Struct] | None:
 
 
 def option_of(kind: type[Struct], name: str) -> str:
-    """What sets a field: `--name`, or an option and its word."""
+    """Return what messages call the option that sets a field: `--name`, or `--name word` without a value."""
     for one in declared(kind):
         words = [word for word, part in one.option.parts.items() if part.field == name]
         if words or one.path[-1] == name:
-            return f"{one.name} {words[0]}" if len(words) == 1 else one.name
+            return name_of(one.name, words[0]) if len(words) == 1 else one.name
     raise KeyError(name)
 
 

@@ -62,7 +62,7 @@ def fields_of(parts: Mapping[str, Part], option: str, texts: Sequence[str]) -> F
             word = next((each for each in parts if each.isupper()), None)
         if word is None:
             raise wrong_word(parts, option, text)
-        part, name = parts[word], option if word.isupper() else f"{option} {head}"
+        part, name = parts[word], name_of(option, word)
         told = part.value if part.take is None else part.take(name, text if word.isupper() else value)
         if part.least is not None and told < part.least:
             least = f"{part.least:g}" if word.isupper() else f"{head}={part.least:g}"
@@ -84,10 +84,8 @@ def require_needed(parts: Mapping[str, Part], option: str, there: Collection[str
     for word, part in parts.items():
         if part.needs and part.field in there and not {*part.needs} & {*there}:
             those = (f"{option} {each}" for each, other in parts.items() if other.field in part.needs)
-            needed = " or ".join(those)
-            raise UsageError(
-                f"{option} {word} goes with {needed}", hint=f"add {needed}, or leave out {option} {word}"
-            )
+            needed, name = " or ".join(those), name_of(option, word)
+            raise UsageError(f"{name} goes with {needed}", hint=f"add {needed}, or leave out {name}")
 
 
 def texts_of(parts: Mapping[str, Part], found: Mapping[str, Any]) -> Iterator[str]:
@@ -98,6 +96,11 @@ def texts_of(parts: Mapping[str, Part], found: Mapping[str, Any]) -> Iterator[st
             continue
         text = "" if part.take is None else part.text(value)
         yield text if word.isupper() else f"{_head(word)}={text}" if part.take else word
+
+
+def name_of(option: str, word: str) -> str:
+    """Return what messages call an option with one of its words: `--keys min-freq` for `min-freq=N`."""
+    return option if word.isupper() else f"{option} {_head(word)}"
 
 
 def _head(word: str) -> str:

@@ -118,7 +118,14 @@ def test_options_say_what_a_request_says() -> None:
     said = ["--input=x=X:0", "--rename=-a=b", "--rename=c=d", "--by-order", "--data=copy"]
     assert [*arguments(request)] == said
     assert [*arguments(Jobs(task_bytes=1 << 20))] == ["--engine=task-size=1048576B"]
+
+
+def test_messages_name_an_option_without_the_place_of_its_value() -> None:
     assert option_of(Updates, "finite") == "--add nan-check"
+    assert option_of(ExportRequest, "keep") == "--keep"
+    assert option_of(ExportRequest, "keep_daily") == "--keep daily"
+    assert option_of(ExportRequest, "min_freq") == "--keys min-freq"
+    assert option_of(ExportRequest, "max_age_steps") == "--keys max-age-steps"
 
 
 def test_words_set_fields_and_are_said_by_them() -> None:
@@ -129,9 +136,9 @@ def test_words_set_fields_and_are_said_by_them() -> None:
     assert keep.option.parse("--keep", ["5", "daily=7"]) == keep.value(request)
     with pytest.raises(UsageError, match="--keep names two of keep: 5 and 6"):
         keep.option.parse("--keep", ["5", "6"])
-    with pytest.raises(UsageError, match="--keep daily=N goes with --keep N"):
+    with pytest.raises(UsageError, match="--keep daily goes with --keep N"):
         keep.option.parse("--keep", ["daily=7"])
-    with pytest.raises(UsageError, match="--keep daily=N goes with --keep N"):
+    with pytest.raises(UsageError, match="--keep daily goes with --keep N"):
         ExportRequest("train", "model", keep_daily=7)
     with pytest.raises(UsageError, match="'daily' is not one of its words"):
         keep.option.parse("--keep", ["daily"])
