@@ -420,10 +420,25 @@ def _signatures(result: Any, graph: Any, label: str) -> dict[str, Proto]:
     the method as an optional third; the tensors are to be in `graph`. `label` names the builder in messages.
     BuilderError for anything else.
     """
+    if any(type(value).__name__ == "KerasTensor" for value in _values(result)):
+        raise BuilderError(
+            f"builder {label} returned a KerasTensor, a symbol of a Keras model without values",
+            cause="expected the Keras model itself; its inputs and outputs become the signature's",
+            hint="end the builder with: return keras.Model(inputs, outputs)",
+        )
     named = {DEFAULT_SIGNATURE: result} if isinstance(result, tuple) else result
     if not isinstance(named, Mapping) or not named:
         raise BuilderError(f"builder {label} returned {_described(result)}", cause=_EXPECTED)
     return {name: _signature(entry, graph, f"{label}, signature {name!r}") for name, entry in named.items()}
+
+
+def _values(result: Any) -> Iterator[Any]:
+    """Yield the values in nested dicts, lists and tuples; any other result yields itself."""
+    if isinstance(result, Mapping | list | tuple):
+        for each in result.values() if isinstance(result, Mapping) else result:
+            yield from _values(each)
+    else:
+        yield result
 
 
 def _signature(entry: Any, graph: Any, where: str) -> Proto:

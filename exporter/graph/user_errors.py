@@ -127,6 +127,8 @@ def way_out(error: BaseException) -> str:
         )
     if _EAGER.search(text):
         return NEEDS_EAGER
+    if "KerasTensor cannot be used" in text:
+        return "compute with keras.layers or keras.ops, and end with: return keras.Model(inputs, outputs)"
     return ""
 
 

@@ -204,6 +204,34 @@ def refused(path: Path, function: str) -> BuilderError:
     return caught.value
 
 
+SYMBOLS = """
+    def scored():
+        ids = keras.Input([3], dtype="int64", name="ids")
+        rows = keras.layers.Embedding(9, 2, name="table")(ids)
+        return keras.Model(ids, keras.layers.Dense(1, name="scores")(keras.layers.Flatten()(rows)))
+
+    def in_dicts():
+        model = scored()
+        return {"ids": model.input}, {"scores": model.output}
+    def in_lists():
+        model = scored()
+        return model.inputs, model.outputs
+    def alone():
+        return scored().output
+    def of_a_signature():
+        return {"user": in_dicts()}
+    def beside_a_tensor():
+        import tensorflow as tf
+        ids = tf.compat.v1.placeholder(tf.int64, [None, 3])
+        return {"ids": ids}, {"scores": scored().outputs[0]}
+    def in_an_operation():
+        import tensorflow as tf
+        return tf.nn.sigmoid(scored().output)  # operation
+    def itself():
+        return scored()
+"""
+
+
 def line_of(path: Path, mark: str) -> int:
     lines = path.read_text().splitlines()
     (number,) = (number for number, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
@@ -237,6 +265,23 @@ def assert_named(path: Path, function: str, cause: str, mark: str, hint: str) ->
 def test_mistakes_in_keras(place: Path, keras: str, function: str, cause: str, mark: str, hint: str) -> None:
     path = written(place, keras.rpartition(" ")[0].replace(" ", "_"), KERAS, keras)
     assert_named(path, function, cause, mark, hint)
+
+
+@pytest.mark.parametrize(
+    "function", ["in_dicts", "in_lists", "alone", "of_a_signature", "beside_a_tensor"]
+)
+def test_symbols_of_keras_are_named_and_the_model_is_asked_for(place: Path, function: str) -> None:
+    path = written(place, "symbols", SYMBOLS, "import keras")
+    error = refused(path, function)
+    assert "a KerasTensor, a symbol of a Keras model" in error.message
+    assert "expected the Keras model itself" in error.cause
+    assert "return keras.Model(inputs, outputs)" in error.hint
+    assert len(load_graph(GraphRequest(model=f"{path}:itself")).variables) == 3
+
+
+def test_an_operation_on_a_symbol_of_keras_is_told_the_way(place: Path) -> None:
+    path = written(place, "symbols", SYMBOLS, "import keras")
+    assert_named(path, "in_an_operation", "ValueError: A KerasTensor cannot", "operation", "keras.ops")
 
 
 @pytest.mark.parametrize(
