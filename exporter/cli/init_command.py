@@ -45,7 +45,7 @@ def init(
 
     Looks at the newest checkpoint, and at the .meta file, SavedModel or archive beside it, and plans an
     export before it proposes one. Where there is no graph, or only that of a training, prints the beginning
-    of a builder, which declares the checkpoint's variables.
+    of a builder: it has the checkpoint's variables, and says what to add.
 
     \b
     Examples:

@@ -100,6 +100,12 @@ def _take(work: LimitedWork) -> Worker | None:
     return None
 
 
+def _working_directory() -> tuple[int, int]:
+    """Return the device and inode of the working directory, which may be removed."""
+    at = Path().stat()
+    return at.st_dev, at.st_ino
+
+
 @atexit.register
 def _end_idle() -> None:
     while _idle:
@@ -116,6 +122,7 @@ class Worker:
         self.idle_since = 0.0
         self._work = work
         self._owner = os.getpid()  # a fork of this process has the same pipes: it must leave them alone
+        self._directory = _working_directory()
         config = {
             "path": [*filter(None, sys.path), os.fspath(_PROGRAM.parents[2])],
             "program": work.program,
@@ -141,11 +148,13 @@ class Worker:
     def does(self, work: LimitedWork) -> bool:
         """True if the process is alive, was idle for less than 2.5 seconds, and was started for equal work.
 
-        False in a fork of the process that started it.
+        False in a fork of the process that started it, and in another working directory: requests may hold
+        relative paths.
         """
         is_fresh = time.monotonic() - self.idle_since < _IDLE_SECONDS / 2  # later it may be about to end
         is_ours = self._owner == os.getpid() and self._process.poll() is None
-        return is_fresh and is_ours and self._work == work
+        is_here = self._directory == _working_directory()
+        return is_fresh and is_ours and is_here and self._work == work
 
     def ask(self, request: Mapping[str, Any], body: bytes = b"") -> bytes:
         """Send a request with `body`, wait for the answer, and return its first line, with its line break.

@@ -12,13 +12,12 @@ import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from keyword import iskeyword
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, ExtraKind, Naming
+from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.families import model_beside
 from exporter.errors import CheckpointError, ExportError
@@ -33,8 +32,8 @@ from exporter.graph.nodes import (
     data_inputs,
     endpoint,
 )
-from exporter.mapping.extras import classify_extras
 from exporter.options import ExportRequest
+from exporter.pipeline.builder_draft import builder_draft
 from exporter.pipeline.inspected import ProposedInput
 from exporter.storage.local_paths import quoted
 from exporter.wire.dtypes import DType
@@ -108,7 +107,7 @@ def propose(ckpt_dir: Path) -> Proposal:
     catalog = open_checkpoint(ckpt_dir)
     model = model_beside(catalog.prefix)
     if model is None:
-        return Proposal(catalog, None, builder=_builder(catalog))
+        return Proposal(catalog, None, builder=builder_draft(catalog))
     return _planned(_from_graph(catalog, model), ckpt_dir)
 
 
@@ -175,7 +174,7 @@ def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
         if not new:
             break
         found = _with_options(found, new)
-    return Proposal(found.catalog, None, builder=_builder(found.catalog), refused=refused)
+    return Proposal(found.catalog, None, builder=builder_draft(found.catalog), refused=refused)
 
 
 def _inputs(index: GraphIndex, answers: list[Endpoint]) -> Iterator[ProposedInput]:
@@ -203,33 +202,3 @@ def _inputs(index: GraphIndex, answers: list[Endpoint]) -> Iterator[ProposedInpu
 
 def _last(name: str) -> str:
     return name.rpartition("/")[2]
-
-
-def _builder(catalog: Catalog) -> str:
-    """Return the text of a Python file with a builder that declares the checkpoint's own variables."""
-    return "\n".join(_builder_lines(catalog)) + "\n"
-
-
-def _builder_lines(catalog: Catalog) -> Iterator[str]:
-    yield "def serving():"
-    if catalog.naming is not Naming.NAMES:
-        yield "    # Build the Keras model that was trained, as its training program does, and return it."
-        yield "    raise NotImplementedError"
-        return
-    yield "    import tensorflow as tf"
-    yield ""
-    extras = {extra.tensor.name for extra in classify_extras(catalog) if extra.kind is not ExtraKind.OTHER}
-    for name, tensor in sorted(catalog.tensors.items()):
-        if name not in extras:
-            yield (
-                f"    {_identifier(name)} = tf.compat.v1.get_variable({name!r}, {list(tensor.shape)}, "
-                f"tf.{tensor.dtype.label})"
-            )
-    yield "    # Declare what requests hold, compute the answer, and return both by name:"
-    yield "    raise NotImplementedError  # return {'ids': ids}, {'scores': scores}"
-
-
-def _identifier(name: str) -> str:
-    """Return a Python name that resembles a variable's name; two variables may get the same."""
-    found = re.sub(r"\W", "_", name, flags=re.ASCII)
-    return f"{found}_" if iskeyword(found) or found == "tf" else re.sub(r"^(?=[0-9])", "_", found)

@@ -267,9 +267,7 @@ def test_mistakes_in_keras(place: Path, keras: str, function: str, cause: str, m
     assert_named(path, function, cause, mark, hint)
 
 
-@pytest.mark.parametrize(
-    "function", ["in_dicts", "in_lists", "alone", "of_a_signature", "beside_a_tensor"]
-)
+@pytest.mark.parametrize("function", ["in_dicts", "in_lists", "alone", "of_a_signature", "beside_a_tensor"])
 def test_symbols_of_keras_are_named_and_the_model_is_asked_for(place: Path, function: str) -> None:
     path = written(place, "symbols", SYMBOLS, "import keras")
     error = refused(path, function)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,121 @@ def test_weights_alone_say_how_a_builder_is_begun(
     assert proposed is not None
     assert export_model(*shlex.split(proposed[1])).code == 0
     assert "NotImplementedError" in Path("serving.py").read_text()
+
+
+MODEL = """
+    things = keras.Input([3], dtype="int64", name="things")
+    rows = keras.layers.Embedding(20, 4, name="table")(things)
+    return keras.Model(things, keras.layers.Dense(2, name="scores")(keras.layers.Flatten()(rows)))
+"""
+OF_A_CLASS = """
+    class Towers(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.user = keras.layers.Embedding(20, 4)
+            self.item = keras.layers.Embedding(20, 4)
+
+        def call(self, ids):
+            return keras.ops.sum(self.user(ids[:, 0]) * self.item(ids[:, 1]), axis=-1)
+
+    model = Towers()
+    model(keras.Input([2], dtype="int64", name="ids"))
+    return model
+"""
+MODULE = """
+    class Model(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = tf.Variable(tf.zeros([20, 4]))
+            self.scales = [tf.Variable(1.0), tf.Variable(tf.ones([4]))]
+            self.signatures = {"serving_default": self.serve}
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.int64, "ids")])
+        def serve(self, ids):
+            return {"rows": tf.gather(self.table, ids) * self.scales[0] * self.scales[1]}
+
+    return Model()
+"""
+
+
+def function(imported: str, body: str) -> Callable[[], Any]:
+    """The function `serving` of a file that imports something and has this body."""
+    space: dict[str, Any] = {}
+    exec(f"def serving():\n    import {imported}\n{body}", space)
+    made: Callable[[], Any] = space["serving"]
+    return made
+
+
+def saved_by_objects(of: str, imported: str, body: str) -> str:
+    """Save the model of a builder in one of the ways of its users, and return the checkpoint's path."""
+    import tensorflow as tf
+
+    model = function(imported, body)()
+    if of in ("Checkpoint(model=)", "Checkpoint(model)"):
+        parts = {"model": model}
+        if "keras" in imported:
+            parts["optimizer"] = model.optimizer = importlib.import_module(
+                imported.split()[0]
+            ).optimizers.Adam()
+            model.optimizer.build(model.trainable_variables)
+        checkpoint = tf.train.Checkpoint(**parts) if "=" in of else tf.train.Checkpoint(model)
+        return str(checkpoint.write("train/ckpt-1"))
+    Path("train").mkdir(exist_ok=True)
+    model.save_weights(f"train/{of}")
+    return f"train/{of}"
+
+
+@pytest.mark.parametrize(
+    ("of", "imported", "body", "said"),
+    [
+        ("Checkpoint(model=)", "keras", MODEL, "model/_operations/1/_embeddings: float32[20, 4]  (table/emb"),
+        ("Checkpoint(model=)", "keras", OF_A_CLASS, "model/user/_embeddings: float32[20, 4]  ("),
+        ("Checkpoint(model)", "keras", MODEL, "_operations/3/_kernel: float32[12, 2]  (scores/kernel)"),
+        ("w.weights.h5", "keras", MODEL, "layers/dense/vars/0: float32[12, 2]"),
+        (
+            "Checkpoint(model=)",
+            "tf_keras as keras",
+            MODEL,
+            "model/layer_with_weights-1/kernel: float32[12, 2]",
+        ),
+        ("w", "tf_keras as keras", MODEL, "layer_with_weights-0/embeddings: float32[20, 4]  (table/embeddi"),
+        ("w.h5", "tf_keras as keras", MODEL, "table/embeddings: float32[20, 4]"),
+        ("Checkpoint(model=)", "tensorflow as tf", MODULE, "model/scales/1: float32[4]  (Variable)"),
+    ],
+)
+def test_of_objects_a_builder_of_their_kind_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, imported: str, body: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = saved_by_objects(of, imported, body)
+    ran = export_model("init", saved, "--write", "begun.py", "--json")
+    assert ran.code == 0, ran.err
+    begun = Path("begun.py").read_text()
+    assert "get_variable" not in begun
+    assert f"    import {imported}" in begun
+    assert f"    #   {said}" in begun
+    assert not re.search("optimizer|OBJECT_GRAPH|save_counter", begun)
+    text, _, rest = begun.partition("    raise NotImplementedError")
+    assert rest == "\n", "what is left open is the last statement"
+    Path("begun.py").write_text(text + body)
+    done = typed(f"{ran.document['command']} --verify outputs")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(
+    ("imported", "of"), [("keras", "w.weights.h5"), ("tensorflow as tf", "Checkpoint(model)")]
+)
+def test_the_form_in_the_comments_is_a_builder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: str, of: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = saved_by_objects(of, imported, MODULE if "tensorflow" in imported else MODEL)
+    begun = propose(Path(saved)).builder
+    form = begun.partition("As in:\n")[2].partition("    # A model")[0].partition("    raise")[0]
+    body = re.sub("(?m)^    #(   )?", "    ", form).replace("     \n", "\n")
+    again = saved_by_objects(of.replace("w.", "again."), imported, body)
+    Path("form.py").write_text(f"def serving():\n    import {imported}\n{body}")
+    assert export(again, "m", "form.py:serving", verify="outputs").is_new
 
 
 def saved_graph(directory: Path, *, vocabulary: Path | None = None, mode: str = "") -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from exporter import export
+from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.errors import VerificationError
 from exporter.graph.batch import opening
 from exporter.graph.load import GraphRequest, load_graph
@@ -110,3 +112,19 @@ def test_an_endless_graph_of_a_fixed_batch_keeps_its_size(
     (note,) = (note for note in graph.notes if "rows" in note)
     assert "a trial with others came to no end in 2 s of computing" in note
     assert graph.meta_graph.signature_def["serving_default"].inputs["x"].tensor_shape.dim[0].size == 8
+
+
+def test_a_program_may_change_its_directory_between_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def table(ids: str = "ids") -> Any:
+        rows = tf.compat.v1.get_variable("table", [4, 2])
+        asked = tf.compat.v1.placeholder(tf.int64, [None], name=ids)
+        return {"ids": asked}, {"rows": tf.gather(rows, asked)}
+
+    for name in ("first", "second"):  # the process that ran the first is kept for the next
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        with BundleWriter(Path("model.ckpt-1")) as writer:
+            writer.add("table", np.ones((4, 2), np.float32))
+        assert export("model.ckpt-1", "model", table, verify="outputs").is_new
