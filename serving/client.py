@@ -272,17 +272,15 @@ class ModelClient:
         )
 
     def labelled(self, label: str) -> int | None:
-        """Return the available version that a label names; None if there is none.
-
-        None, too, for any call that ends as UNAVAILABLE, as where nothing listens at the address.
+        """Return the available version that a label names; None if the server answers that there is none.
 
         Raises:
-            CallFailed: the server did not respond in time, or refused for another reason.
+            CallFailed: the server did not respond, or refused for another reason.
         """
         try:
             return self.metadata(label=label).version
         except CallFailed as error:
-            if error.code not in (Code.INVALID_ARGUMENT.name, Code.NOT_FOUND.name, Code.UNAVAILABLE.name):
+            if error.code not in (Code.INVALID_ARGUMENT.name, Code.NOT_FOUND.name):
                 raise
             return None
 

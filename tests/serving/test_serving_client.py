@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,21 +99,26 @@ def test_refusals_are_errors(client: ModelClient, ask: Any, code: str, hint: str
     assert caught.value.exit_code is Exit.SERVER
 
 
-def test_nobody_listens() -> None:
+ASKED = pytest.mark.parametrize("ask", [ModelClient.status, lambda client: client.labelled("stable")])
+
+
+@ASKED
+def test_nobody_listens(ask: Callable[[ModelClient], object]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with ModelClient(address, "ranker") as client, pytest.raises(CallFailed) as caught:
-            client.status()
+            ask(client)
     assert caught.value.message == f"no model server answers at {address}"
     assert caught.value.code == "UNAVAILABLE"
 
 
-def test_a_server_that_never_answers_meets_the_deadline() -> None:
+@ASKED
+def test_a_server_that_never_answers_meets_the_deadline(ask: Callable[[ModelClient], object]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with ModelClient(address, "ranker", deadline_s=0.2) as client, pytest.raises(CallFailed) as caught:
-            client.status()
+            ask(client)
     assert caught.value.code in ("DEADLINE_EXCEEDED", "UNAVAILABLE")
 
 
