@@ -117,17 +117,20 @@ def lay_hot_rows(
 
     Return the bundle's new catalog, and the tables that got hot rows, by served name. Tables without hot rows
     are left as they are; if none has any, nothing changes. All shards are renamed, as their total number is
-    part of their names, and the index is written anew. After an error the bundle may be incomplete. Errors of
-    a table's `hot` pass.
+    part of their names, and the index is written anew. Errors of a table's `hot` pass.
+    After an error the bundle may be incomplete.
 
     Raises:
-        NotServable: a variable of the model has the name that hot rows would have.
+        NotServable: a variable of the model has the name that hot rows would have; nothing was changed.
         UsageError: a row is named twice.
         DiskFull, PublishError: the files cannot be written.
     """
     laid: list[tuple[HotRows, Path, int]] = []
+    asked = [*tables]
+    if taken := catalog.tensors.keys() & {name for table in asked for name in names_of(table.name)}:
+        raise NotServable(f"the model has a variable {min(taken)!r}, as hot rows would be called")
     with writing(prefix.parent):
-        for table in tables:
+        for table in asked:
             places = prefix.with_name(f"places-{len(laid)}")
             if count := _write_places(places, table):
                 laid.append((table, places, count))
@@ -156,10 +159,7 @@ def lay_hot_rows(
                 file.name,
             )
             found[table.name] = made
-            for each in (made.whole, made.places):
-                if each.name in tensors:
-                    raise NotServable(f"the model has a variable {each.name!r}, as hot rows would be called")
-                tensors[each.name] = each
+            tensors |= {each.name: each for each in (made.whole, made.places)}
         tensors = dict(sorted(tensors.items(), key=lambda item: item[0].encode()))
         index_path(prefix).write_bytes(encode_index(tensors.values(), total))
     known = replace(catalog, tensors=tensors, shards=tuple(shards), shard_sizes=tuple(sizes))
@@ -169,16 +169,18 @@ def lay_hot_rows(
 def hot_in(places: Array, hot: int, scratch: Path) -> Blocks:
     """Return a function that yields the numbers of the hot rows in blocks, in the order of their copies.
 
-    `places` has the place of each row, `hot`, greater than 0, is the number of hot rows. The numbers are
+    `places` has the place of each row, `hot` is the number of hot rows. The numbers are
     collected in the new file `scratch`, which must stay. Raises CorruptFile if a place is neither the row
     itself nor a hot row, or if the places name another number of hot rows than `hot`; DiskFull or
     PublishError if the file exists or cannot be written.
     """
     rows, led = len(places), 0
+    if not 0 <= hot <= rows:  # before so many are written
+        raise CorruptFile(f"there cannot be {hot} hot rows of {rows}")
     with writing(scratch), scratch.open("xb") as file:  # before it is mapped: see `_write_places`
         for start in range(0, hot, BLOCK_ROWS):
             file.write(np.full(min(BLOCK_ROWS, hot - start), -1, np.int64).data)
-    found = np.memmap(scratch, np.int64, "r+")
+    found = np.memmap(scratch, np.int64, "r+") if hot else np.empty(0, np.int64)
     for start in range(0, rows, BLOCK_ROWS):
         block = places[start : start + BLOCK_ROWS].astype(np.int64)
         at = np.flatnonzero(block != np.arange(start, start + len(block)))

@@ -13,18 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import exporter.bundle.hot_rows as hot_rows
 import exporter.bundle.mapped_tables as mapped_tables
-from exporter.checkpoint.tensor_bundle import read_array, read_catalog
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.delta.chunk_digest import chunks, served_digests
-from exporter.errors import UsageError
+from exporter.errors import CorruptFile, NotServable, UsageError
 from exporter.options import EngineName, Jobs, Updates, Verify
 from exporter.pipeline.full import Exported, export, plan
 from exporter.pipeline.incremental import export_incremental, plan_incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.mapped_state import read_ahead, why_restored
 from exporter.publish.versions import read_manifest
+from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import to_codes
 from tests.support.agents import Published
 from tests.support.commands import export_model
@@ -211,7 +213,6 @@ def test_an_engines_shards_in_small_blocks(model: MappedModel, monkeypatch: pyte
 
 def test_a_trainers_shard_that_is_linked_stays_as_it_is(model: MappedModel) -> None:
     """A shard that is the table alone is a link, behind which nothing may be written."""
-    from exporter.checkpoint.tensor_bundle import BundleWriter
 
     with BundleWriter(model.train / "alone-7") as writer:
         writer.add("emb", model.table)
@@ -327,6 +328,35 @@ def test_a_file_that_is_not_as_expected(
 def test_a_table_that_has_no_hot_rows(model: MappedModel, table: str, value: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         export(model.request(hot_rows={table: value}))
+
+
+def test_of_a_name_that_is_taken_nothing_is_renamed(tmp_path: Path) -> None:
+    prefix = tmp_path / "variables"
+    with BundleWriter(prefix) as writer:
+        writer.add("t", np.eye(4, dtype=np.float32))
+    catalog = read_catalog(prefix)
+    (extent,), shape = catalog.tensors["t"].extents, (4, 4)
+    table = hot_rows.HotRows(
+        "t", DType.FLOAT, shape, extent, 0, lambda: iter([np.array([2, 1])]), "--hot-rows"
+    )
+    taken = replace(catalog, tensors={**catalog.tensors, "hot_places/t": catalog.tensors["t"]})
+    with pytest.raises(NotServable, match="hot_places/t"):
+        hot_rows.lay_hot_rows(prefix, taken, [table])
+    assert read_catalog(prefix) == catalog
+    laid, found = hot_rows.lay_hot_rows(prefix, catalog, [replace(table, name="other")])
+    assert (laid.tensors.keys(), found["other"].rows) == ({"t", "hot_places/other", "hot_rows/other"}, 2)
+
+
+@pytest.mark.parametrize("hot", [0, 2])
+def test_places_lead_to_hot_rows(tmp_path: Path, hot: int) -> None:
+    places = np.arange(4)
+    places[[3, 1][:hot]] = [4, 5][:hot]
+    blocks = hot_rows.hot_in(places, hot, tmp_path / "scratch")
+    assert [row for block in blocks() for row in block] == [3, 1][:hot]
+    for wrong in (1, 3, 5):
+        with pytest.raises(CorruptFile):
+            hot_rows.hot_in(places, wrong, tmp_path / f"scratch-{wrong}")
+    assert not (tmp_path / "scratch-5").exists(), "a manifest's number would fill the disk"
 
 
 def test_keys_that_nobody_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
