@@ -498,7 +498,10 @@ class ExportArguments(Struct, frozen=True):
         )
 
     def at(self, checkpoint: Path) -> tuple[str, ...]:
-        """Return the arguments that export the checkpoint at this path."""
+        """Return the arguments that export the checkpoint at this path.
+
+        Without `--model` they allow the graph, which is the one beside the checkpoint, to read any file.
+        """
         # Without --model the graph is the one beside the checkpoint, which this process wrote itself: it may
         # read files anywhere.
         is_named = any(text.partition("=")[0] == "--model" for text in self.rest)

@@ -94,7 +94,7 @@ class KeyedChanges:
 
     @property
     def knows_more(self) -> bool:
-        """True if a row was given, or a key removed, since the last durable increment."""
+        """True if `collect` or `note` counted a row or a key that no durable increment has yet."""
         return bool(len(self._given) or len(self._removed))
 
     def write(self, writer: Bundle, source: Source, entry: VariableTracking, wrote: Array) -> Document | None:
