@@ -41,7 +41,7 @@ class Member(Struct, frozen=True):
     def stream(self) -> Iterator[bytes]:
         """Yield the unpacked bytes in chunks of bounded size, and compare their checksum after the last one.
 
-        Until then it is unknown whether they are right. Raised during the iteration, not at the call.
+        Until then it is unknown whether they are right. Errors come during the iteration, not at the call.
 
         Raises:
             UnsafeArchive: they are more than declared.

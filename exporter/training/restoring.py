@@ -151,7 +151,8 @@ def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
     `IncrementHook(incremental_save_restore=True)` does not need this.
 
     Raises:
-        UsageError: the graph is finalized, or has a variable that increments cannot hold.
+        UsageError: the graph is finalized, or has a variable that increments cannot hold; or `ckpt_dir` is
+            not a path of this machine.
         MissingTensors, ShapeMismatch: an increment does not fit the graph's variables.
         CorruptFile, UnsupportedFormat: an increment is damaged, or of another version.
         CheckpointError: an increment cannot be read. In all these cases no variable was changed, unless an
