@@ -366,8 +366,9 @@ class ModelClient:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._reconnect(connection)
-            failed = self._failed(method, error.code().name, error.details() or "")
-            failed.served = names_in(error.trailing_metadata())
+            served = names_in(error.trailing_metadata())
+            failed = self._failed(method, error.code().name, error.details() or "", served)
+            failed.served = served
             raise failed from error
         try:
             if len(answer) > (most := _MOST_BYTES.get(method, len(answer))):
@@ -398,13 +399,20 @@ class ModelClient:
         """Return the command line that shows the model's versions on the server."""
         return f"serve-model status {self.address} --model-name {quoted(self.model)}"
 
-    def _failed(self, method: str, code: str, details: str) -> CallFailed:
+    def _failed(self, method: str, code: str, details: str, served: Sequence[str]) -> CallFailed:
+        """The error for a refused call; for one on a model without a loaded version, asks for its state.
+
+        `served` are the names of the server's models, if it lists them.
+        """
         cause = f"{code}: {_GRAPH_PLACE.sub('', details).strip()}"
         hint = _HINTS.get(code, f"see what it serves: {self.status_command}")
         if code == "NOT_FOUND" and ("Latest(" in details or method == "GetModelStatus"):
-            hint = "name a model of this server with --model-name; it is the last part of MODEL"
-            if method != "GetModelStatus" and self.model != "default":
-                hint = f"{hint}; if it still loads, this shows it: {self.status_command}"
+            found: list[VersionStatus] = []
+            if method != "GetModelStatus":
+                with suppress(CallFailed):
+                    found = self.status()
+            message, hint = self._not_loaded(found, served)
+            return CallFailed(code, message, cause=cause, hint=hint)
         if "version label" in details:
             hint = f"leave out --label; versions that are served: {self.status_command}"
         if code == "UNAVAILABLE" and (tls := _TLS_PROBLEM.search(details)):
@@ -424,6 +432,28 @@ class ModelClient:
             message = f"{self.address} did not answer {method} in {self.deadline_s:g} s"
             return CallFailed(code, message, cause=cause, hint=hint)
         return CallFailed(code, f"{self.address} refused {method} for {self.model}", cause=cause, hint=hint)
+
+    def _not_loaded(self, found: Sequence[VersionStatus], served: Sequence[str]) -> tuple[str, str]:
+        """Return message and hint for a model without a loaded version.
+
+        `found` are its versions, none if the server knows none; `served` as in `_failed`.
+        """
+        shows = f"this shows its versions: {self.status_command}"
+        if found:
+            is_coming = found[0].state in (VersionState.START, VersionState.LOADING)
+            state = f"version {found[0].version} is {found[0].state.name}"
+            what = (
+                f"has not loaded {self.model} yet" if is_coming else f"has no version of {self.model} loaded"
+            )
+            return f"{self.address} {what}: {state}", f"ask again when one is AVAILABLE; {shows}"
+        if self.model in served:
+            what = f"{self.address} has not loaded {self.model} yet: it has found no version"
+            return what, f"ask again when one is published where the server looks; {shows}"
+        hint = "name a model of this server with --model-name; it is the last part of MODEL"
+        if served:
+            return f"{self.address} serves no {self.model}: it serves {', '.join(served)}", hint
+        what = f"{self.address} has not loaded {self.model}, or has no model of this name"
+        return what, f"{hint}; if it has just started, ask again; {shows}"
 
 
 class _Connection:

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from serving.model_config import ModelConfig
 from serving.served_names import as_metadata, names_in
 from serving.server import ModelServer, require_free
 from serving.server_options import NetworkOptions, ServerOptions
+from serving.status import VersionState, VersionStatus
 from tests.support.certificates import Certified
 from tests.support.printed_documents import checked
 from tests.support.serving_models import write_saved_model
@@ -170,11 +172,65 @@ def test_a_model_has_the_name_that_servers_give_it(server: ModelServer, command:
 def test_an_update_of_an_unknown_model_does_not_send_to_and_fro(server: ModelServer) -> None:
     done = call("update", server.address, "--model-name", "rankr")
     assert done.exit_code == 7
+    assert f"error: {server.address} serves no rankr: it serves ranker\n" in done.stderr
     assert "hint:  name a model of this server with --model-name" in done.stderr
-    shows_loading = (
-        f"if it still loads, this shows it: serve-model status {server.address} --model-name rankr"
-    )
-    assert shows_loading in done.stderr.replace("\n", " ")
+    assert "serve-model status" not in done.stderr
+
+
+ASKS = [("predict", "--json-input", "-"), ("predict", "--example"), ("update",), ("status",)]
+
+
+@pytest.mark.parametrize("asks", ASKS, ids=" ".join)
+@pytest.mark.parametrize("name", [(), ("--model-name", "ranker")], ids=["unnamed", "named"])
+def test_before_a_version_is_loaded_that_is_what_is_said_first(
+    tmp_path: Path, asks: tuple[str, ...], name: tuple[str, ...]
+) -> None:
+    """Here the load waits until it was asked, as a large one does."""
+    write_saved_model(tmp_path / "ranker" / "7")
+    asked, loading = threading.Event(), threading.Event()
+
+    def listener(model: str, status: VersionStatus) -> None:
+        del model
+        if status.state is VersionState.LOADING:
+            loading.set()
+            asked.wait(60)
+
+    with ModelServer(tmp_path / "ranker", listener=listener) as server:
+        try:
+            assert loading.wait(60)
+            done = call(asks[0], server.address, *asks[1:], *name, stdin='{"instances": [[1, 2]]}')
+        finally:
+            asked.set()
+        server.wait_available(60)
+        assert done.exit_code == 7
+        if asks == ("status",):
+            assert "error: no version of ranker is available" in done.stderr
+            return
+        assert f"error: {server.address} has not loaded ranker yet: version 7 is LOADING\n" in done.stderr
+        assert "--model-name with" not in done.stderr
+        shown = re.search(r"serve-model (status \S+ --model-name \S+)", done.stderr)
+        assert shown is not None
+        assert call(*shlex.split(shown[1])).exit_code == 0
+
+
+@pytest.mark.parametrize("asks", ASKS, ids=" ".join)
+def test_a_server_that_has_found_no_version_yet_says_so(tmp_path: Path, asks: tuple[str, ...]) -> None:
+    with ModelServer(tmp_path / "ranker") as server:
+        done = call(asks[0], server.address, *asks[1:], "--model-name", "ranker", stdin="{}")
+        assert done.exit_code == 7
+        assert f"error: {server.address} has not loaded ranker yet: it has found no version\n" in done.stderr
+        assert "name a model" not in done.stderr
+
+
+def test_a_server_that_lists_no_models_may_not_have_loaded_one(
+    server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TensorFlow Serving: before it has loaded a model it does not know it."""
+    monkeypatch.setattr("serving.server.as_metadata", lambda _: ())
+    done = call("update", server.address, "--model-name", "rankr")
+    assert done.exit_code == 7
+    assert f"error: {server.address} has not loaded rankr, or has no model of this name\n" in done.stderr
+    assert "if it has just started, ask again" in done.stderr
 
 
 def test_an_update_of_a_version_that_takes_no_deltas_tells_how_to_publish_one(server: ModelServer) -> None:
