@@ -994,7 +994,6 @@ class _Pull:
                 remove_tree(staged)  # to be fetched again
                 said = self._damaged[objects] = error.message.replace(str(staged), f"{self._url}/{item.path}")
                 raise self._damage_of(item, said) from error
-            (staged / MANIFEST_FILE).unlink(missing_ok=True)  # of a pull that was killed
             write_durably(staged / MANIFEST_FILE, item.content)
             sync(staged)
         return staged, spared
@@ -1029,7 +1028,8 @@ class _Pull:
 
         A file comes from a version that is here, from a merger made here, or from the store. A file that was
         there before may be of a pull that was killed before it compared: it is fetched if it differs, as is a
-        file of another version. Returns where the bytes came from; `bar` advances by them.
+        file of another version. Whatever else a killed pull left is removed. Returns where the bytes came
+        from; `bar` advances by them.
 
         Raises:
             VerificationError, CheckpointError: a fetched file differs, or cannot be fetched.
@@ -1037,6 +1037,11 @@ class _Pull:
         """
         passage, said = Passage(item, staged), f"{self._url}/{item.path}/{MANIFEST_FILE}: the file"
         places = {file: below(staged, file.path, said, writes=True) for file in passage.files}
+        for path in {*staged.rglob("*")} - {
+            *places.values()
+        }:  # halves of files, which may not be fetched now
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
         linked, made, fetched = set[FileEntry](), set[FileEntry](), set[FileEntry]()
 
         def fetch(wanted: Sequence[FileEntry]) -> None:
@@ -1476,11 +1481,10 @@ def _is_there(path: Path, each: RemoteObject) -> bool:
 def _require_room(staged: Path, size: int) -> None:
     """Raise DiskFull if `size` bytes have no room beside the directory `staged`, before anything is fetched.
 
-    A continuous pull would otherwise fetch the same bytes at each update. The part files that a killed pull
-    left are overwritten, and count as room. OSError if the parent of `staged` does not exist.
+    A continuous pull would otherwise fetch the same bytes at each update. OSError if the parent of `staged`
+    does not exist.
     """
-    parts = sum(path.stat().st_size for path in staged.rglob(".*.part"))
-    free = shutil.disk_usage(staged.parent).free + parts
+    free = shutil.disk_usage(staged.parent).free
     if size > free:
         raise DiskFull(
             f"no space left to fetch into {staged.parent}",
