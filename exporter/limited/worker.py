@@ -38,11 +38,11 @@ _idle: dict[str, Worker] = {}
 class LimitedWork(Struct, frozen=True):
     """The program of a process, and its limits.
 
-    `program` is its module, see `worker_process.py`; equal `key`s may share a process. It may have
-    `memory_bytes` beyond what it needs to start, and for each step `cpu_seconds` of computing and
-    `step_seconds` of wall time.
+    `program` is its module, see `worker_process.py`. Only equal works share a process; `key` tells apart
+    works that are otherwise equal. The process may have `memory_bytes` beyond the memory that it needs to
+    start, and for each step `cpu_seconds` of computing and `step_seconds` of wall time.
 
-    `details` are the program's own configuration, `settings` variables of its environment.
+    `details` are the program's own configuration, by name; `settings` are variables of its environment.
     """
 
     program: str
@@ -57,8 +57,8 @@ class LimitedWork(Struct, frozen=True):
 class Ended(Exception):
     """A process ended before it answered.
 
-    `refusal` is the reason that it wrote, None if it wrote none; `limit` is the exceeded time, in words, or
-    ""; `how` says how the process ended, in words.
+    `refusal` is the reason that it wrote, with the keys of `Refused.document`; None if it wrote none. `limit`
+    is the exceeded time, in words, or ""; `how` says how the process ended, in words.
     """
 
     def __init__(self, how: str, *, limit: str = "", refusal: Mapping[str, str] | None = None) -> None:
@@ -72,11 +72,12 @@ class NotStarted(Exception):
 
 @contextmanager
 def worker(work: LimitedWork, descriptor: int | None = None) -> Iterator[Worker]:
-    """Yield a process for this work, an idle one if there is one, else a new one.
+    """Yield a process for this work: the idle process of its program if that does equal work, else a new one.
 
-    After the block it is kept as the idle one of its program, in place of the one kept before, and ends by
-    itself after five seconds; it is killed if the block fails. A new one inherits the open file `descriptor`.
-    NotStarted, on entry, if a new one cannot be started.
+    After the block the process is kept as the idle one of its program. The process kept before is killed. An
+    idle process ends by itself after five seconds. If the block fails, its process is killed. A new process
+    inherits the open file `descriptor` (None: no file). NotStarted, on entry, if a new process cannot be
+    started.
     """
     found = _take(work) or Worker(work, descriptor)
     try:
@@ -92,7 +93,10 @@ def worker(work: LimitedWork, descriptor: int | None = None) -> Iterator[Worker]
 
 
 def _take(work: LimitedWork) -> Worker | None:
-    """Return the program's idle process, no longer kept, if it does this work; else None: it stays idle."""
+    """Return the program's idle process, no longer kept, if it does this work.
+
+    Otherwise return None; an idle process that does other work stays kept.
+    """
     found = _idle.pop(work.program, None)
     if found is None or found.does(work):
         return found
@@ -159,7 +163,7 @@ class Worker:
     def ask(self, request: Mapping[str, Any], body: bytes = b"") -> bytes:
         """Send a request with `body`, wait for the answer, and return its first line, with its line break.
 
-        Ended if the process ends first. A line of more than 256 MiB is returned without its end.
+        Ended if the process ends first. Only the first 256 MiB of a longer line are returned.
         """
         self._send(request, body)
         assert self._process.stdout is not None
@@ -184,7 +188,7 @@ class Worker:
             yield block
 
     def end(self) -> None:
-        """Kill the process and wait for its end, unless it belongs to the parent of this fork."""
+        """Kill the process and wait for its end; do nothing in a fork of the process that started it."""
         if self._owner == os.getpid():
             self._process.kill()
             with suppress(BrokenPipeError):

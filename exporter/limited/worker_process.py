@@ -59,9 +59,10 @@ class Deadline:
         self._cpu_seconds, self._seconds = cpu_seconds, seconds
 
     def start(self) -> None:
-        """Start the time of a step, such as one object of the file or one block of values.
+        """Give the process a new step: `cpu_seconds` of computing and `seconds` of wall time from now.
 
-        Replaces the previous limits.
+        The limits replace those of the previous step. A step is one object of the file, one block of values
+        or the like. The kernel ends the process when a limit is exceeded.
         """
         # the kernel counts whole seconds, from the start of the process
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + self._cpu_seconds)
@@ -104,7 +105,10 @@ def _serve(reader: Any, config: Mapping[str, Any], answers: int) -> None:
 
 
 def _require(library: str) -> None:
-    """Import a library; Refused if that fails, so that a broken library is not reported as a damaged file."""
+    """Import the module `library`.
+
+    Refused if that fails for any reason, so that a broken library is not reported as a damaged file.
+    """
     try:
         import_module(library)
     except (Exception, SystemExit) as error:  # a broken module may raise anything
@@ -116,10 +120,11 @@ def _require(library: str) -> None:
 
 
 def _reason(error: BaseException, config: Mapping[str, Any]) -> Refused:
-    """Return the error that the parent raises for an error of the library; a Refused is returned as it is.
+    """Return the Refused that tells the parent process which error to raise for `error`.
 
-    `config["kind"]` names the kind of file. No memory: UnsafeArchive; "truncated" in the text: TruncatedFile;
-    else CorruptFile.
+    A Refused itself is returned unchanged. A MemoryError becomes UnsafeArchive, an error with "truncated" in
+    the first line of its text TruncatedFile, and any other CorruptFile. `config["kind"]` names the kind of
+    file.
     """
     if isinstance(error, Refused):
         return error
@@ -134,9 +139,9 @@ def _reason(error: BaseException, config: Mapping[str, Any]) -> Refused:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Limit the process's address space to `more_bytes` beyond what its libraries have mapped already.
+    """Limit the address space of this process to its present size plus `more_bytes`.
 
-    There is no limit on systems that know none.
+    Without /proc the present size is taken to be 4 GiB. On a system without such limits nothing is limited.
     """
     try:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -147,16 +152,21 @@ def _limit_memory(more_bytes: int) -> None:
 
 
 def _limit(what: int, most: int) -> None:
-    """Set the soft limit of the resource `what`, at most to the hard limit, so that it can be raised."""
+    """Set the soft limit of a resource to `most`, or to the hard limit if that is lower.
+
+    `what` is the RLIMIT constant of the resource. A soft limit, other than a hard one, can be raised again.
+    OSError or ValueError if the system has no such limit.
+    """
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def main(config: Mapping[str, Any]) -> None:
-    """Answer requests on stdin until it ends or none comes for too long.
+    """Answer requests on stdin until stdin ends or no request comes for `idle_seconds`.
 
-    `config` is that of the module docstring. Standard output and error go elsewhere meanwhile. After an error
-    it writes the reason to stderr and raises SystemExit with REFUSED.
+    `config` is described in the module's docstring. From here on, whatever is printed to stdout or stderr is
+    discarded. After a Refused, a MemoryError or an error of the library, the reason is written to the
+    original stderr, in JSON, and SystemExit is raised with the code REFUSED.
     """
     # a damaged file may crash the library, which should leave no core file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

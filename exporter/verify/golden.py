@@ -42,7 +42,8 @@ Outputs = Mapping[str, NDArray[Any]]
 class Expectation(Struct, frozen=True, forbid_unknown_fields=True):
     """The least and greatest value of an output, or its greatest distance from `near`.
 
-    `drift`: see `Gates`.
+    None sets no bound. `near` is a number, or nested lists of the output's shape; `tolerance` is the greatest
+    distance of each value from it. `drift`: see `Gates`.
     """
 
     min: float | None = None
@@ -65,7 +66,7 @@ class GoldenRequest(Struct, frozen=True, forbid_unknown_fields=True):
     def document(self) -> dict[str, Any]:
         """The request as TF Serving's REST interface takes it: `instances` or `inputs`, under that key.
 
-        Both, or none, if the file has so, which `read_golden` refuses.
+        It has both keys, or neither, if the file gives both or neither; `read_golden` refuses such a request.
         """
         given = {"instances": self.instances, "inputs": self.inputs}
         return {name: value for name, value in given.items() if not isinstance(value, UnsetType)}
@@ -112,21 +113,20 @@ class Gates(Struct, frozen=True):
     drift: float | None = None
 
     def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[GateFailure, ...]:
-        """Return the gates that `answers` fail, and that the earlier answers `before` passed; and drifted
-        outputs.
+        """Return the gates that `answers` fail and that `before` passed, and the outputs that drifted.
 
-        Both have one answer for each request, in order. `before` is None if unknown: then every failed gate
-        is returned, and drift is not measured. Raises ValueError for another number of answers.
+        `before` are earlier answers. Both have one answer for each request, in order. `before` is None if
+        unknown: then every failed gate is returned, and drift is not measured. Raises ValueError for another
+        number of answers.
         """
         known = set() if before is None else {failure.kind for failure in self.wrong(before)}
         new = tuple(failure for failure in self.wrong(answers) if failure.kind not in known)
         return new if before is None else new + self.drifted(answers, before)
 
     def wrong(self, answers: Sequence[Answer]) -> tuple[GateFailure, ...]:
-        """Return the gates that the answers, one for each request in order, fail whatever earlier answers
-        were.
+        """Return the gates that the answers fail, whatever earlier answers were.
 
-        Raises ValueError for another number of answers.
+        There is one answer for each request, in order. Raises ValueError for another number of answers.
         """
         pairs = zip(self.requests, answers, strict=True)
         return tuple(failure for request, answer in pairs for failure in _wrong(request, answer))
@@ -134,9 +134,10 @@ class Gates(Struct, frozen=True):
     def drifted(self, answers: Sequence[Answer], before: Sequence[Answer]) -> tuple[GateFailure, ...]:
         """Return the outputs of floats that moved further from the earlier answers than permitted.
 
-        A changed shape counts, too. Both have one answer for each request, in order; outputs that either
-        lacks, or that were all zeros, are not compared. How movement is measured is said at the class. Raises
-        ValueError for another number of answers.
+        An output whose shape changed is returned, too. Both arguments have one answer for each request, in
+        order. Outputs that either answer lacks, that were all zeros, or for which no drift is limited, are
+        not compared. How movement is measured is said at the class. Raises ValueError for another number of
+        answers.
         """
         triples = zip(self.requests, answers, before, strict=True)
         return tuple(
@@ -156,7 +157,8 @@ def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
     """Read the golden requests in a JSON file, in order; those without a name are named "request N", from 1.
 
     Raises:
-        UsageError: it cannot be read, holds no requests, or one is wrong; the cause says which.
+        UsageError: it cannot be read, holds no requests, two have one name, or one is wrong; the cause
+            says which.
         LfsPointer: it is a pointer of Git LFS.
     """
     try:
@@ -181,11 +183,14 @@ def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
 
 
 def check_signatures(requests: Sequence[GoldenRequest], version: Path) -> None:
-    """Compare requests and expected outputs with the signatures of a published version, by its directory.
+    """Compare requests and expected outputs with the signatures of the published version in a directory.
+
+    The signatures are those of the graph tagged `serve`; the graph is not run.
 
     Raises:
-        UsageError: one does not fit, so that no server can ever answer it as expected; or the version has no
-            readable SavedModel.
+        UsageError: one does not fit, so that no server can ever answer it as expected; or the version has
+            no readable SavedModel.
+        CheckpointError: the SavedModel is a pointer of Git LFS, or cannot be fetched from its store.
     """
     signatures = _signatures(version)
     for request in requests:
@@ -248,8 +253,9 @@ def _check(request: GoldenRequest) -> None:
 
 
 def _wrong(request: GoldenRequest, answer: Answer) -> Iterator[GateFailure]:
-    """Yield the gates that one answer fails, whatever earlier answers were; a refused request fails only
-    "answer".
+    """Yield the gates that one answer fails, whatever earlier answers were.
+
+    A refused request fails only the gate "answer".
     """
 
     def failure(gate: str, output: str, text: str) -> GateFailure:

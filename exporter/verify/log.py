@@ -72,7 +72,9 @@ def _problem(path: Path, error: ExportError | OSError) -> Damage:
 class VerifiedModel(Struct, frozen=True):
     """The result for a model.
 
-    `log` is None if the newest version takes no deltas, or if that is not known; then `unread` says why.
+    `versions` is the number of its versions. `hold` is the position of its hold; None without one, or if it
+    cannot be read. `log` is None if the newest version takes no deltas, or if that is not known; then
+    `unread` says why.
     """
 
     versions: int
@@ -90,8 +92,9 @@ class VerifiedModel(Struct, frozen=True):
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The positions of the log's bases and of the ends of its deltas, by their names, ascending; ()
-        without a log.
+        """The positions of the log's bases and of the ends of its deltas, ascending; () without a log.
+
+        The ends are read from the deltas' names.
         """
         if self.log is None:
             return ()
@@ -100,7 +103,10 @@ class VerifiedModel(Struct, frozen=True):
 
     @property
     def at(self) -> Position | None:
-        """The newest position of the log; None without a log, or if a manifest that has it cannot be read."""
+        """The newest position of the log and its training step; None without a log.
+
+        None also if the manifest at that position cannot be read.
+        """
         try:
             return self.log.at if self.log else None
         except ManifestError:
@@ -108,10 +114,12 @@ class VerifiedModel(Struct, frozen=True):
 
 
 def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -> VerifiedModel:
-    """Verify a model's versions, its newest log and its hold; return what is published and all damage found.
+    """Verify a model's versions, its newest log and its hold; return the published state and all damage.
 
-    With `bytes_` all values of versions are read and compared with their checksums, by tasks of `runner`;
-    deltas' values always are.
+    With `bytes_` all values of versions are read and compared with their checksums, by tasks of `runner`. The
+    values of deltas are always read. In the local mirror of a store, the space of each delta's files is freed
+    after they were read. Errors that prevent reading, such as a store that does not answer, count as damage,
+    too.
 
     Raises:
         NotUpdatable: nothing is published.
@@ -151,10 +159,10 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
 def _verify_versions(
     model: Path, damage: list[Damage], *, every_byte: bool, runner: Runner
 ) -> tuple[list[VersionDir], dict[str, Manifest]]:
-    """Verify each version and append what is damaged to `damage`.
+    """Verify each version of a model and append each damaged one, with its error, to `damage`.
 
-    Returns the versions that still exist, newest first, and the manifests that can be read, by directory
-    name. With `every_byte` their values are read by tasks of `runner`. Raises CheckpointChanged,
+    Return the versions that still exist, newest first, and the manifests that can be read, by directory name.
+    With `every_byte` the values of the versions are read by tasks of `runner`. Raises CheckpointChanged,
     PositionMoved or DiskFull, which show no damage, and ManifestError if the model cannot be listed.
     """
     versions = [*published_versions(model)]
@@ -196,12 +204,12 @@ def _broken_ways(log: DeltaLog) -> Iterator[Damage]:
 def _verify_files(
     directory: Path, manifest: Manifest, *, every_byte: bool, prefix: Path | None = None
 ) -> None:
-    """Compare the files of a version or delta with its manifest; `prefix` is the bundle's if it has no
-    SavedModel.
+    """Compare the files of a version or delta with its manifest.
 
-    If `every_byte` or if keys are trusted there, the SHA-256 digests of a signed manifest are compared as
-    well; if keys are trusted, unlisted files are refused. Raises VerificationError for a difference,
-    CheckpointError or OSError if a file cannot be read.
+    `prefix` is the bundle's prefix if the directory has no SavedModel, like a delta's. If `every_byte` or if
+    keys are trusted there, the SHA-256 digests of a signed manifest are compared as well; if keys are
+    trusted, unlisted files are refused. Raises VerificationError for a difference, CheckpointError or OSError
+    if a file cannot be read.
     """
     unlisted = verify_files(directory, manifest.tensors, manifest.files, prefix=prefix)
     is_trusted = trust_of(directory) is not None
@@ -251,7 +259,7 @@ def delta_damage(path: Path) -> str:
     """Read all files of the published delta at `path` and return a description of their damage; "" if intact.
 
     Also "" for errors that show no damage: the delta is gone, its files change meanwhile, the disk is full,
-    or they cannot be read (`is_unread`).
+    or they cannot be read (`is_unread`). No ExportError or OSError is raised.
     """
     try:
         manifest = read_manifest(path)

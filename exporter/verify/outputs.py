@@ -46,14 +46,16 @@ from exporter.wire.rest_json import predict_inputs
 
 
 def require_golden(bundle: Path, requests: Sequence[GoldenRequest], running: Running) -> None:
-    """Raise VerificationError unless a staged version passes all golden requests; do nothing without any.
+    """Raise VerificationError unless a staged version passes all golden requests, if there are any.
 
     `bundle` is the version's directory, fetched if it is of a store. TensorFlow loads and runs it with the
-    limits of `running`.
+    limits of `running`, which this waits for. Without requests nothing is done.
 
     Raises:
-        VerificationError: which requests, and why; or the version cannot be loaded, or does not end.
+        VerificationError: a request fails (the cause says which, and why), the version cannot be loaded,
+            or TensorFlow's process cannot start or ends.
         TensorFlowNeeded: no supported TensorFlow is installed.
+        CheckpointError, DiskFull, PublishError: a file of a version in a store cannot be fetched.
     """
     if not requests:
         return
@@ -87,9 +89,10 @@ def _golden_answer(session: GraphSession, signatures: Any, request: GoldenReques
 
 
 class Running(Struct, frozen=True):
-    """Limits for running graphs: with values of `value_bytes`, and in this process if they are `trusted`.
+    """Limits for graphs that TensorFlow runs in a process of their own; `trusted` graphs run in this one.
 
-    Each run may compute for `cpu_seconds` and take `step_seconds`, unless it is in this process.
+    `value_bytes` is the size of the graphs' values: the more, the more memory the process may use. Each run
+    may compute for `cpu_seconds` and take `step_seconds` of wall time. Runs in this process have no limits.
     """
 
     value_bytes: int = 0
@@ -166,19 +169,24 @@ def compare_outputs(
     tables: Mapping[str, TableGeometry] | None = None,
     running: Running,
 ) -> tuple[Difference, ...]:
-    """Run source graph and staged bundle and return the largest difference of each output of each signature.
+    """Run source graph and staged bundle; return the largest difference of each output of each signature.
 
     Each signature without a request gets generated inputs. A source that accepts only `traced_rows` rows is
     asked several times for a request (None: it accepts any number). `tables` are the sizes of dynamic tables
-    by name; the source reads these from the bundle. A difference is relative: see `Difference`.
+    by name; the source reads these from the bundle. `tolerance` is the greatest permitted difference. A
+    difference is relative: see `Difference`. `running` limits the two runs, which this waits for.
 
     Raises:
-        VerificationError: a difference above `tolerance`, an answer that is not a number, or a graph that
-            cannot be run.
-        AccessRefused: the source graph does more than compute and read, and its code is not trusted.
-        NotServable: a function of the source graph calls itself.
+        VerificationError: a difference above `tolerance`, an answer that is not a number, no input can be
+            made up for a signature, or a graph that cannot be run.
+        AccessRefused: the source graph does more than compute and read, and its code is not trusted; or
+            it may not read a file.
+        NotServable: a function of the source graph calls itself, or functions nest too deeply.
+        GraphError: the source graph is damaged: it lacks a function, say, or has two nodes of one name;
+            MissingAsset if a file that it reads cannot be looked up.
         TensorFlowNeeded: no supported TensorFlow is installed.
         CheckpointError, OSError: a file of the checkpoint or bundle cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     requests = list(requests)
     signatures = source.meta_graph.signature_def
@@ -218,9 +226,7 @@ def compare_outputs(
 
 
 def _has_open_batch(signature: Proto) -> bool:
-    """True if the first dimension of an input of the signature is unknown: a request may have any number of
-    rows.
-    """
+    """True if an input of the signature has an unknown first dimension, the number of rows of a request."""
     shapes = [info.tensor_shape.dim for info in signature.inputs.values()]
     return any(dims and dims[0].size < 0 for dims in shapes)
 
@@ -232,6 +238,7 @@ def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Probe:
 
     Raises:
         VerificationError: an input is sparse, composite or of unknown rank.
+        GraphError: the number of an input's data type is unknown.
     """
     random = np.random.default_rng(_SEED)
     inputs = {}
@@ -264,10 +271,10 @@ class _Tables(Struct, frozen=True):
         return part in PARTS and table in self.geometries
 
     def size(self, source: SourceGraph, graph_def: Proto) -> None:
-        """Set the tables' sizes in `graph_def`, a copy of the source graph, and clear their variables'
-        shapes.
+        """Set the tables' sizes in `graph_def`, in place, and clear the shapes of their variables.
 
-        Raises GraphError if a constant of the graph is damaged.
+        `graph_def` is a copy of the graph of `source`. Raises GraphError if a constant of the graph is
+        damaged.
         """
         set_sizes(graph_def, self.geometries)
         nodes = {node for table in source.dynamic_tables for node in table.nodes}
@@ -319,7 +326,8 @@ def _keep_harmless(
     """Remove all nodes from `runnable` except those to be run, restored or fed, and refuse harmful ones.
 
     Raises AccessRefused if a node that runs does more than compute and read, unless the source's code is
-    trusted; NotServable if a function calls itself.
+    trusted; NotServable if a function calls itself or functions nest too deeply; GraphError if the graph
+    lacks a called function; Ended if TensorFlow's process ends.
     """
     stateful = session.stateful(node.op for node in protos.all_nodes(runnable))
     nodes = {node.name: node for node in runnable.node}
@@ -338,10 +346,11 @@ def _keep_harmless(
 def _in_parts(
     session: GraphSession, signatures: Any, request: Probe, fixed: Feeds, rows: int | None
 ) -> Feeds:
-    """Return the answer to a request by output name, asked in parts of `rows` rows unless it is None or fits.
+    """Return the answer to a request, by output name; if its rows are not `rows`, ask it in parts of so many.
 
-    The last part is padded; its surplus answers are cut off. `fixed` is fed besides the request. Raises
-    RunFailed if TensorFlow does, VerificationError for a signature that does not exist or a fixed batch size.
+    With `rows` None it is asked whole. The last part is padded; its surplus answers are cut off. `fixed` is
+    fed besides the request. Raises RunFailed if TensorFlow refuses, Ended if its process ends,
+    VerificationError for a signature that does not exist or a fixed batch size.
     """
     parts = [*_parts(request, rows)]
     answers = [_answer(session, signatures, part, fixed) for part in parts]
@@ -380,8 +389,7 @@ class _Restoring(Struct, frozen=True):
     tables: _Tables
 
     def add(self) -> Iterator[tuple[str, Feeds]]:
-        """Add restoring operations to the graph; yield the name of each operation to run, in order, with its
-        feeds.
+        """Add restoring operations to the graph; yield the name of each one to run, in order, and its feeds.
 
         Exhaust it before the graph is opened. Feeds are values by tensor name. Variables of the mapping are
         assigned first, then lookup tables are filled.
@@ -423,11 +431,11 @@ class _Restoring(Struct, frozen=True):
     def _moved(
         self, value: str, item: TensorSource, part: SliceSpec | None, dtype: DType
     ) -> tuple[str, dict[str, NDArray[Any]]]:
-        """Add nodes that put a restored table's rows in the order of the graph's lookups; return their
-        tensor, and feeds.
+        """Add nodes that put a restored table's rows in the order of the graph's lookups.
 
-        `value` is the tensor with the rows as stored, `part` the slice of the table that the variable has,
-        None for all of it. The feeds, by tensor name, are the row numbers of the order.
+        Return the tensor of the rows in this order, and the feeds: by tensor name, the row numbers of the
+        order. `value` is the tensor with the rows as stored, `part` the slice of the table that the variable
+        has, None for all of it.
         """
         order = _moved_rows(np.arange(item.tensor.shape[0]), item)
         if part:
@@ -525,7 +533,7 @@ def _difference(expected: Any, found: Any, where: str) -> float:
 
 @contextmanager
 def _reported(what: str) -> Iterator[None]:
-    """Convert the block's errors of TensorFlow to a VerificationError that names the failing graph, `what`.
+    """Convert the block's errors of TensorFlow to a VerificationError about the graph that `what` names.
 
     RunFailed, ValueError, TypeError and KeyError are converted; others pass.
     """

@@ -24,13 +24,14 @@ _ASKED = 1024  # keys looked up in each table: each takes four small reads
 def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) -> None:
     """Look up about a thousand keys of each table of the checkpoint in the staged tables, as the graph does.
 
-    The keys are evenly spread over the table's parts. With `is_filtered`, an admission filter left keys out,
-    and absent keys are accepted.
+    The keys are evenly spread over the table's parts. `staged` is the catalog of the staged bundle. With
+    `is_filtered`, an admission filter left keys out, and absent keys are accepted.
 
     Raises:
         VerificationError: a key is absent, or is at the row of another key.
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
         CheckpointError: a shard cannot be opened.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     for table in layout.tables:
         named = {part: staged.tensors[f"{table.name}/{part}"] for part in (INDEX_SEEDS, INDEX_ROWS, KEYS)}

@@ -37,9 +37,9 @@ _Piece = tuple[Stored, Range]  # a range of a stored run; its input is the numbe
 
 
 class Checksum(Task, frozen=True, kw_only=True):
-    """A task that reads ranges; the receipt has the checksum of each, up to the end of the file.
+    """A task that reads ranges; its receipt has the checksum of each. It has no output.
 
-    There is no output.
+    A range is cut at the end of its file.
     """
 
     operation: ClassVar[str] = "checksum"
@@ -47,11 +47,11 @@ class Checksum(Task, frozen=True, kw_only=True):
     ranges: tuple[Range, ...]
 
     def run(self, directory: Directory) -> Receipt:
-        """Read the ranges of every input; return a receipt with the plain crc32c of each, in the order of
-        `ranges`.
+        """Read the ranges of every input; return a receipt with the plain crc32c of each range.
 
-        Nothing is written but scratch files in `directory`. Raises CheckpointChanged if an input is not as
-        planned, CheckpointError if it cannot be read.
+        The checksums are in the order of `ranges`. Nothing is written but scratch files in `directory`.
+        Raises CheckpointChanged if an input is not as planned, CheckpointError or OSError if it cannot be
+        read, DiskFull or PublishError if a scratch file cannot be written.
         """
         crcs = [0] * len(self.ranges)
         for number, source in enumerate(self.inputs):
@@ -66,12 +66,16 @@ _DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged,
 
 
 def verify_published(version: Path) -> tuple[str, ...]:
-    """Compare a published version's files with its manifest; return the unlisted files as `verify_files`
-    does.
+    """Compare a published version's files with its manifest; return the paths of unlisted files, sorted.
+
+    Unlisted files do no harm. Their paths are relative to the version.
 
     Raises:
         ManifestError: there is no valid manifest; NotTrusted if no trusted key has signed it.
-        VerificationError, CheckpointError, OSError: see `verify_files`.
+        VerificationError: a file or tensor is missing, or differs from its entry: see `verify_files`.
+        UsageError: keys are trusted there, and a file of keys cannot be read.
+        CheckpointError, OSError: a file cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     manifest = read_manifest(version)
     return verify_files(version, manifest.tensors, manifest.files)
@@ -87,18 +91,19 @@ def verify_files(
 ) -> tuple[str, ...]:
     """Compare a SavedModel directory with the tensors and, if given, the files it should hold.
 
-    Returns the sorted relative paths of files not among `files`, which do no harm; () if no `files` are
-    given.
+    Return the sorted relative paths of files not among `files`, which do no harm; () if no `files` are given.
 
-    Reads the index and the files that have a checksum in the manifest and have not `passed`, or have a
-    digest, too; for data shards it compares only the sizes, unless a trainer's own file may have been written
-    to. With `prefix` the directory has a bundle of this prefix and no SavedModel, like a delta's.
+    It reads the index and the files that have a checksum in the manifest and have not `passed` (None: no file
+    has), or have a digest, too; for data shards it compares only the sizes, unless a trainer's own file may
+    have been written to. With `prefix` the directory has a bundle of this prefix and no SavedModel, like a
+    delta's.
 
     Raises:
-        VerificationError: a file is missing, not a regular file, or of another size or checksum; the index is
-            damaged or points beyond a shard's end; a tensor is missing, unexpected, or has another
-            description.
+        VerificationError: a file is missing, not a regular file, or of another size or checksum; the
+            index is damaged or points beyond a shard's end; a tensor is missing, unexpected, or has
+            another description.
         CheckpointError, OSError: a file cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     expected = {tensor.name: tensor for tensor in tensors}
     found = _found_files(bundle)
@@ -126,12 +131,14 @@ def verify_bytes(
 ) -> int:
     """Read the bundle's bytes that have not `passed`, in parallel, and compare their checksums to the index.
 
-    With `shards` only the bytes of these files. Strings are always read. Waits for all tasks. Returns the
-    number of bytes compared, with those that have passed; dtypes without a known form have no checksums.
+    With `shards` only the bytes of these files. Strings are always read. It waits for all tasks; `progress`
+    advances by the bytes read. Return the number of bytes compared, with those that have passed; dtypes
+    without a known form have no checksums.
 
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or cannot be read.
         EngineFailed, PublishError: the runner's engine failed, or its job cannot be written.
+        UsageError: the URL below which the runner keeps jobs cannot be used.
     """
     runs = [run for run in _runs(catalog) if shards is None or run.catalog.path_of(run.extent) in shards]
     numeric = [run for run in runs if run.tensor.dtype.itemsize is not None]
@@ -210,9 +217,10 @@ def _has_passed(run: Stored, passed: Passed) -> bool:
 
 
 def _found_files(bundle: Path) -> dict[str, int]:
-    """Return the size in bytes of each regular file below a directory, by relative path; no links.
+    """Return the size in bytes of each regular file below a directory, by relative path.
 
-    Raises OSError if one vanishes meanwhile.
+    Symbolic links, and directories that cannot be listed, are left out. Raises OSError if a file vanishes
+    meanwhile.
     """
     found = {}
     for directory, _, names in os.walk(bundle):
@@ -236,7 +244,7 @@ OVERWRITTEN_HINT = (
 
 
 def _verify_written(catalog: Catalog, shards: Collection[Path]) -> None:
-    """Read those shards of a bundle that are links to a trainer's files and may have been written to.
+    """Read the files `shards` of a bundle, links to a trainer's files that may have been written to since.
 
     Raises VerificationError if their bytes differ from the index; a file that was merely touched is accepted.
     """
@@ -260,6 +268,7 @@ def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) ->
     Raises:
         VerificationError: it is not a file, or has another size, checksum or digest.
         CheckpointError, OSError: it cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     path = bundle / entry.path
     if not path.is_file():
@@ -361,10 +370,10 @@ def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
 
 
 def _compare(jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
-    """Join the pieces' checksums, which come in the files' order, to checksums of runs, and compare them to
-    the index.
+    """Join the checksums of pieces to checksums of stored runs, and compare these to the index.
 
-    Each item is a list of pieces and the receipt of its task. Raises VerificationError if one differs.
+    Each item is a list of pieces and the receipt of its task; items and pieces come in the files' order.
+    Raises VerificationError if a checksum differs.
     """
     crc = 0
     for batch, receipt in jobs:
