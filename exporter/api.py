@@ -108,23 +108,24 @@ def export(
     """Publish a version; with `save_incr_model`, publish the changes since the newest position as a delta.
 
     The newest checkpoint in `ckpt_dir` is published under `out`; both are paths or URLs. `model` is what to
-    serve:
-    "pkg.mod:fn", "file.py:fn", a path, a function, or a Keras model, of which only the architecture counts:
-    values come from the checkpoint. An `ExportRequest` replaces all of these, and the options.
+    serve: "pkg.mod:fn", "file.py:fn", a path, a function, or a Keras model, of which only the architecture
+    counts: values come from the checkpoint. None: the graph beside the checkpoint. An `ExportRequest` as the
+    first argument replaces `out`, `model` and the options.
 
     If the checkpoint was already published, by the same graph and options, the result has that version, and
     `is_new` is False; `again=True` publishes it once more. Each note of the export, as the command prints it,
-    is an `ExportWarning`.
+    becomes an `ExportWarning` (`warnings.warn`).
 
     A delta has the changes that the trainer's increments (also DeepRec's) report, or that a comparison of its
-    newest checkpoint with the published values finds. `export_incremental` does the same, but begins with a
-    base, and is not an error if there is nothing new.
+    newest checkpoint with the published values finds. `export_incremental` publishes deltas, too, but begins
+    with a base, and does not raise an error if there is nothing new.
 
     Raises:
         UsageError: an argument is wrong; or options of deltas without `save_incr_model`.
         NotUpdatable: `save_incr_model`, and nothing is published that a delta could continue.
         NothingChanged: `save_incr_model`, and the trainer has saved nothing new.
         ExportError: any other of exporter.errors; nothing was published.
+        OSError: the operating system refuses to read a file; nothing was published.
     """
     request = _request("export", ckpt_dir, out, model, options, progress)
     if not given.flag("save_incr_model", save_incr_model):
@@ -156,12 +157,15 @@ def export_incremental(
     progress: ProgressFactory = no_progress,
     **options: Unpack[ExportKeywords],
 ) -> Incremental:
-    """Publish the changes as a delta; a base if there is none; nothing if there is nothing new.
+    """Publish the changes as a delta, or a base if there is none; nothing if there is nothing new.
 
-    The arguments are those of `export`. With `new_base="if-needed"` a base is published if no delta fits.
+    The result is an `Exported` for a base, an `ExportedDelta` for a delta; its `published` is None if there
+    is nothing new. The arguments are as for `export`. With `new_base="if-needed"` a base is published if no
+    delta fits. Notes become ExportWarnings.
 
     Raises:
         ExportError: any of exporter.errors; nothing was published.
+        OSError: the operating system refuses to read a file; nothing was published.
     """
     from exporter.pipeline import incremental
 
@@ -184,11 +188,12 @@ def plan(
 ) -> Plan:
     """Return the plan of an export, for `execute`; nothing is written.
 
-    `out` is a local path.
+    The arguments are as for `export`, but `out` is a local path.
 
     Raises:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
         ExportError: any other of exporter.errors.
+        OSError: the operating system refuses to read a file.
     """
     from exporter.pipeline import full
 
@@ -199,12 +204,13 @@ def plan(
 
 @given.named_misfit
 def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
-    """Stage, verify and publish a plan's version.
+    """Stage, verify and publish a plan's version, and return the result; its notes become ExportWarnings.
 
     Raises:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
         PublishedAlready: another process published the same meanwhile, and `again` is not asked for.
-        PublishError, VerificationError: see exporter.errors; nothing was published.
+        ExportError: PublishError, VerificationError and others of exporter.errors; nothing was published.
+        OSError: the operating system refuses to read a file; nothing was published.
     """
     from exporter.pipeline import full
 
@@ -228,14 +234,16 @@ def watch(
 ) -> Iterator[Exported]:
     """Export the newest complete checkpoint whenever there is another one; yield each export.
 
-    The arguments are those of `export`. `watching` says how often to look and when to end: `Watching(
-    stop=StopWhen(count=3))`. `tell` gets errors that the watch survives, `ended` the reason why it ends.
+    The watch runs, and waits, while the result is iterated. The arguments are as for `export`. `watching`
+    says how often to look and when to end: `Watching(stop=StopWhen(count=3))`; by default it looks every
+    second and never ends. `tell` is called with each error that the watch survives, `ended` with the reason
+    why the watch ends, as a text. Notes of an export become ExportWarnings.
 
     Raises:
-        UsageError: an argument is wrong; the request names one version's number, or has options for the
-            exactness of deltas.
-        ExportError: an error that only a person can repair; or, when the watch ends, the error of its last
-            look.
+        UsageError: an argument is wrong, at once; or, while iterating, the request names one version's
+            number, or has options for the exactness of deltas.
+        ExportError: while iterating, an error that only a person can repair; or, when the watch ends, the
+            error of its last look.
     """
     request = _request("watch", ckpt_dir, out, model, options, progress)
     if not isinstance(watching, Watching):
@@ -274,16 +282,18 @@ def merge(
     *,
     dry_run: bool = False,
 ) -> Merged | None:
-    """Merge the deltas between `start` (by default the newest base) and `end` (by default the newest
-    position).
+    """Merge the deltas between two positions into one and publish it; None if there is nothing to merge.
 
-    None if there is nothing to merge: at most one delta is between them. `model` is a path or a URL; a
-    position is a number or a name, as for `rollback`. A `dry_run` reads and checks the deltas, writes
-    nothing, and returns the plan.
+    That is so if at most one delta is between them, or they are merged already. `start` is by default the
+    newest base, `end` the newest position; both are numbers or names, as for `rollback`. `model` is a path or
+    a URL, `jobs` says where tasks run. A `dry_run` reads and checks the deltas, writes nothing, and returns
+    the plan.
 
     Raises:
+        UsageError: an argument is wrong, or `start` is not before `end`.
         DeltaGap, StaleDelta: deltas do not reach from `start` to `end`.
-        ExportError: any other of exporter.errors.
+        ExportError: any other of exporter.errors; nothing was published.
+        OSError: the operating system refuses to read a file.
     """
     from exporter.pipeline import log_maintenance
 
@@ -306,15 +316,17 @@ def rebase(
     signing: Signing = UNSIGNED,
     dry_run: bool = False,
 ) -> Rebased | None:
-    """Publish a new base: the newest one with all its deltas; None if there are none.
+    """Publish a new base, the newest one with all its deltas; return None if it has no deltas.
 
-    `keep` removes all versions except the newest ones. `model` is a model base path, or its URL. A `dry_run`
-    reads and checks the deltas, writes nothing, and returns the plan.
+    `keep` is the number of newest versions that stay, all by default; others are removed. `model` is a model
+    base path, or its URL; `jobs` says where tasks run. A `dry_run` reads and checks the deltas, writes
+    nothing, and returns the plan.
 
     Raises:
         ModelHeld: the model is held, and not `despite_hold`.
         UsageError: an argument is wrong, or a base with hot rows is in an object store.
-        ExportError: any other of exporter.errors.
+        ExportError: any other of exporter.errors; nothing was published.
+        OSError: the operating system refuses to read a file.
     """
     from exporter.pipeline import rebase as bases
     from exporter.publish.retention import Keep
@@ -354,8 +366,10 @@ def rollback(
     Raises:
         PositionUnknown: `to` is not a published position, or its values are gone.
         UsageError: `to` is the newest position, or not a position.
-        ModelHeld: a canary decides about the log, and rejected the values of `to`.
-        ExportError: any other of exporter.errors.
+        ModelHeld: a canary decides about the log, and rejected the values of `to`; or the model is a copy,
+            and its store holds it.
+        PositionMoved: with `if_canary`, there is no canary's hold at `to`.
+        ExportError: any other of exporter.errors; nothing was published.
     """
     from exporter.pipeline import log_maintenance
 
@@ -376,14 +390,16 @@ def resume(
 ) -> RollbackResult:
     """Lift the hold; after a rollback without later publications, publish the values before it again.
 
-    With `lift_only` the values stay the rollback's; `lift_canary` lifts a canary's hold, too. `model` is a
-    model base path, or its URL. A `dry_run` reads and checks the same input, writes nothing, and returns the
-    plan.
+    With `lift_only` the values stay the rollback's; `lift_canary` lifts a canary's hold, too. Without a hold
+    nothing is done, and the result's `was_held` is False. `model` is a model base path, or its URL. A
+    `dry_run` reads and checks the same input, writes nothing, and returns the plan.
 
     Raises:
         UsageError: the rollback was accepted by a resumption with `lift_only`.
+        ModelHeld: the model is a copy, and its store holds it.
         PositionUnknown: the values before the rollback are gone.
-        ExportError: any other of exporter.errors.
+        TargetBusy: with `lift_canary`, the canary of a running agent would set its hold again.
+        ExportError: any other of exporter.errors; the model is still held.
     """
     from exporter.pipeline import log_maintenance
 
@@ -400,10 +416,11 @@ def tag(
     reason: str | None = None,
     dry_run: bool = False,
 ) -> Tagging:
-    """Give a position of a model a name that all functions accept; retention keeps all that it needs.
+    """Give a position of a model a name, a tag, by which all functions accept it; return the change.
 
-    An existing tag of this name moves. `position` is a number or a name, as for `rollback`; where versions
-    take no deltas, it is a version. `model` is a model base path, or its URL. A `dry_run` writes nothing.
+    Retention keeps the files that a tagged position needs. An existing tag of this name moves. `position` is
+    a number or a name, as for `rollback`; where versions take no deltas, it is a version's number. `reason`
+    is recorded. `model` is a model base path, or its URL. A `dry_run` writes nothing.
 
     Raises:
         UsageError: a tag cannot have the name, or `position` is not a position.
@@ -425,6 +442,8 @@ def tag(
 def untag(model: StrPath, name: str, *, dry_run: bool = False) -> Tagging:
     """Delete a tag of a model, by its path or URL; `before` in the result is the deleted tag.
 
+    Retention may then remove the tagged position. A `dry_run` writes nothing.
+
     Raises:
         PositionUnknown: there is no such tag.
         ExportError: any other of exporter.errors; the tags are as they were.
@@ -441,11 +460,14 @@ def untag(model: StrPath, name: str, *, dry_run: bool = False) -> Tagging:
 
 @given.named_misfit
 def tags(model: StrPath) -> tuple[ListedTag, ...]:
-    """The tags of a model, by its path or URL: name, position, who set it, when and why; whether it is gone.
+    """Return a model's tags, sorted by name: name, position, who set it, when and why; whether it is gone.
+
+    `model` is a model base path, or its URL. A tag is gone if its position cannot be restored any more.
 
     Raises:
         NotUpdatable: nothing is published there.
-        ManifestError: the tags cannot be read.
+        ManifestError: the tags, or a manifest, cannot be read.
+        ExportError: a store cannot be read.
     """
     from exporter.publish.tags import tags_of
 
@@ -457,8 +479,9 @@ def inspect(path: StrPath) -> Inspection:
     """Examine a path or URL: return a view of a checkpoint, a graph, a version, or a model with its versions.
 
     Raises:
+        UsageError: `path` is neither a path nor a URL.
         CheckpointNotFound: it is none of these.
-        ExportError: it is damaged, or cannot be read.
+        ExportError, OSError: it is damaged, or cannot be read.
     """
     from exporter.pipeline import inspection
 
@@ -472,14 +495,16 @@ def inspect(path: StrPath) -> Inspection:
 def verify_model(
     model: StrPath, *, bytes_: bool = False, jobs: Jobs = LOCALLY, trusting: Trusting = ANYBODY
 ) -> VerifiedModel:
-    """Check all publications of a model, and list the damage; with `bytes_` all values are read, too.
+    """Check a model's versions, its newest log and its hold, and list the damage.
 
-    With trusted keys a publication that none of them has signed is damage, and every file is compared with
-    its signed digest. `jobs` says where values are read.
+    Deltas are read whole; with `bytes_` all values of versions are read, too. `model` is a path or a URL.
+    With trusted keys (`trusting`) a publication that none of them has signed is damage, and every file is
+    compared with its signed digest. `jobs` says where values are read. Damage is in the result, not raised.
 
     Raises:
-        UsageError: an engine is to read values, without `bytes_`.
-        ExportError: nothing is published there, or it cannot be read.
+        UsageError: `jobs` names an engine, and `bytes_` is False; or another argument is wrong.
+        NotUpdatable: nothing is published there.
+        ExportError: the model cannot be read.
     """
     from exporter.jobs.runner import Runner
     from exporter.verify import log as verify_log
@@ -498,11 +523,13 @@ def verify_model(
 def history(model: StrPath) -> Model:
     """Read a model's publications: `publications`, by position; `at`, the newest position; `hold`.
 
-    `model` is a model base path, or its URL.
+    `model` is a model base path, or its URL. Damaged publications are listed, too.
 
     Raises:
         NotUpdatable: nothing is published there.
-        ManifestError: a manifest is damaged.
+        ManifestError: the model cannot be listed.
+        OSError: a manifest exists but cannot be looked at.
+        ExportError: a store cannot be read.
     """
     from exporter.publish.model import Model
 
@@ -516,10 +543,12 @@ def diff(a: StrPath, b: StrPath, *, jobs: Jobs = LOCALLY) -> Differences:
     A state is a checkpoint, a version, a model (its newest position), or "MODEL@POSITION", by number or name
     ("models/ranker@prod", "models/ranker@2h"); a path or URL.
 
+    `jobs` says where rows are compared: with an engine in its tasks, else in this process.
+
     Raises:
         UsageError: a position is malformed.
         PositionUnknown: no position has this name.
-        ExportError: a state cannot be read.
+        ExportError, OSError: a state cannot be read.
     """
     from exporter.jobs.runner import Runner
     from exporter.pipeline import comparison
@@ -538,7 +567,11 @@ def diff(a: StrPath, b: StrPath, *, jobs: Jobs = LOCALLY) -> Differences:
 
 
 def _local_state(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
-    """A state, with a model's URL replaced by its local path; a model of both states is opened once."""
+    """Return a state as text, with a model's URL replaced by the local path at which the model is opened.
+
+    Models are opened on `stack`, each once: `models` has the open ones, by URL, and gets the new ones. A
+    path, or the URL of a checkpoint, is returned unchanged. Raises ExportError if a store cannot be read.
+    """
     from exporter.publish.tags import split_position
 
     name, position = split_position(text) or ("", "")
@@ -570,11 +603,13 @@ def push(
     """Upload the publications of a model to an object store; return the files uploaded and removed.
 
     `url` is s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL. `prune` removes publications there
-    that no longer exist here. A `dry_run` looks into the store, writes nothing, and returns the plan.
+    that no longer exist here. With trusted keys (`trusting`) only signed publications are uploaded. A
+    `dry_run` looks into the store, writes nothing, and returns the plan.
 
     Raises:
         UsageError: `model` is a URL, or `url` is not one.
         ExportError: any other of exporter.errors; the model in the store is whole.
+        OSError: a local file cannot be read; the model in the store is whole.
     """
     from exporter.transfer import push as transfer
 
@@ -605,6 +640,7 @@ def pull(
         UsageError: `model` is a URL, or `url` is not one.
         CheckpointNotFound: the store has no such model.
         ExportError: any other of exporter.errors; the local model is whole.
+        OSError: a local file cannot be read; the local model is whole.
     """
     from exporter.transfer import pull as transfer
 
@@ -628,14 +664,16 @@ def doctor(
     """Find present and coming problems of a published model: `findings`, each with the command that helps.
 
     With `ckpt_dir` also problems of the checkpoints that the next export would read; with `targets`
-    (HOST:PORT) those of these servers, which call the model `model_name` (by default the last part of its
-    path), have `deadline` seconds for an answer, and `patience` seconds to serve a publication.
+    (HOST:PORT) problems of these servers, which call the model `model_name` (by default the last part of its
+    path), have `deadline` seconds for an answer, and `patience` seconds to serve a publication. A server that
+    does not answer is a finding.
 
     Nothing is changed, but for moments there is a staging directory beside the versions.
 
     Raises:
         NotUpdatable: nothing is published there.
         UsageError: an argument is wrong.
+        ExportError: a store, or a pinned identity, cannot be read.
     """
     from exporter.pipeline.doctor import ask, examine
 
@@ -659,11 +697,12 @@ def doctor(
 
 @given.named_misfit
 def open_checkpoint(path: StrPath) -> Catalog:
-    """The catalog of the checkpoint at a path or URL; in a directory, of the newest complete one.
+    """Return the catalog of the checkpoint at a path or URL; in a directory, of the newest complete one.
 
     Raises:
+        UsageError: `path` is neither a path nor a URL.
         CheckpointNotFound: there is none; the message says what was found instead.
-        CheckpointError: it is damaged, or was changed while it was read.
+        CheckpointError: it is damaged, was changed while it was read, or its store does not answer.
     """
     from exporter import checkpoint
 
@@ -678,7 +717,10 @@ def _request(
     options: Mapping[str, Any],
     progress: ProgressFactory = no_progress,
 ) -> ExportRequest:
-    """The request of a call: the given one, or one made of the arguments; UsageError if they are wrong."""
+    """Return the request of a call of `function`: `ckpt_dir` if it is one, else one made of the arguments.
+
+    `options` are the other fields, by name. Raises UsageError if an argument is wrong.
+    """
     if not callable(progress):
         raise given.wrong("progress", progress, "a function of a title and a total", "leave progress= out")
     if isinstance(ckpt_dir, ExportRequest):
@@ -715,7 +757,12 @@ def _opened_at(request: ExportRequest, target: OpenModel) -> ExportRequest:
 
 
 def _publish(request: ExportRequest, work: Callable[[ExportRequest], DoneT]) -> DoneT:
-    """Run `work` on the request, with a model in a store opened as a local path; notes become warnings."""
+    """Run `work` on the request, with its model opened as a local path; return the result of `work`.
+
+    A model in a store is uploaded after that, and `work` may be repeated. Notes of the result become
+    warnings. Raises UsageError if the model cannot be opened as requested, ExportError if its store cannot be
+    read or written, TensorFlowNeeded if `work` needs it, and what `work` raises.
+    """
     with said_by_name(), opened(request.out, signing=request.signing) as target:
         local = _opened_at(request, target)
         done = target.carry(lambda: work(local))
@@ -723,7 +770,7 @@ def _publish(request: ExportRequest, work: Callable[[ExportRequest], DoneT]) -> 
 
 
 def _with_warnings(done: DoneT, stacklevel: int) -> DoneT:
-    """The same export; each of its notes becomes a warning in the caller's line."""
+    """Issue each note of an export as an ExportWarning, `stacklevel` callers up; return the export."""
     for note in done.plan.notes:
         warnings.warn(note, ExportWarning, stacklevel=stacklevel)
     return done
@@ -748,7 +795,10 @@ def _with_model(
 
 
 def _show_options(function: Any) -> None:
-    """Add each option's name, type, default and meaning to a function, for `help`, `?` and completion."""
+    """Add all options to a function's `__signature__` and docstring, for `help` and completion.
+
+    Each option has its name, type, default and meaning.
+    """
     declared = inspection_of.signature(function)
     texts, named, told = meanings(ExportRequest), [], []
     for each in fields(ExportRequest):

@@ -63,8 +63,8 @@ class Content(Protocol):
     def blocks(self) -> Iterator[Any]:
         """Yield the values in C order and little endian, as flat numpy arrays.
 
-        They are of bounded size, except where a format has to be read as one. While iterated it raises
-        CheckpointError (and subclasses) if the file is damaged, was replaced, or cannot be read.
+        The arrays are of bounded size, except where a format can only be read whole. Raises CheckpointError
+        (and subclasses), while iterated, if the file is damaged, was replaced, or cannot be read.
         """
 
 
@@ -161,10 +161,9 @@ class Catalog(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The checkpoint's name for people: the last part of its prefix.
+        """The checkpoint's name for people: the last part of its prefix, such as `model.ckpt-100`.
 
-        Its directory's name is in front, with a slash, if that ends in a digit and the last part has no
-        digit.
+        If that has no digit and the directory's name ends in one, both: `100/variables`.
         """
         directory, name = self.prefix.parent.name, self.prefix.name
         return f"{directory}/{name}" if directory[-1:].isdigit() and not any(map(str.isdigit, name)) else name
@@ -176,7 +175,10 @@ class Catalog(Struct, frozen=True):
 
     @property
     def bytes_(self) -> int:
-        """Sum of the tensors' `bytes_`: on disk, or outside a bundle what they would take in one."""
+        """Sum of the tensors' `bytes_`: on disk, or outside a bundle the bytes that one would have.
+
+        Raises TypeError for a tensor outside a bundle whose type the installed ml-dtypes lacks.
+        """
         return sum(ref.bytes_ for ref in self.tensors.values())
 
     def path_of(self, extent: Extent) -> Path:

@@ -82,12 +82,18 @@ if TYPE_CHECKING:
 
 
 def to_install(extra: str) -> str:
-    """The hint that installs an extra of this package: from a clone, since no package index has it."""
+    """Return a hint with the command that installs an extra of this package, in a clone.
+
+    No package index has the package.
+    """
     return f"in a clone of export-model: python3 -m pip install '.[{extra}]'"
 
 
 def nearest(word: str, names: Iterable[str], alike: float = 0.6) -> str:
-    """The name that was probably meant by an unknown word; empty if none is similar."""
+    """Return the one of `names` that is most similar to an unknown word; "" if none is similar.
+
+    `alike` is the least similarity, from 0 to 1, as difflib measures it.
+    """
     import difflib  # late: most commands need no suggestion
 
     return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=alike)), "")
@@ -126,7 +132,7 @@ _LONGEST = 4000
 
 
 def bounded(text: str) -> str:
-    """The text, or its beginning and its length: errors quote files, servers and libraries."""
+    """Return the text; of more than 4,000 characters, only these, and the text's length in words."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
 
 
@@ -154,7 +160,7 @@ class ExportError(Exception):
         return [*cause, f"hint:  {self.hint}"]
 
     def advise(self, hint: str) -> None:
-        """Set a hint in place of the class's own; a hint that was chosen for this failure stays."""
+        """Set the error's hint, unless it has one that is not its class's default; "" changes nothing."""
         if hint and self.hint == self.default_hint:
             self.hint = hint
 
@@ -184,7 +190,7 @@ class CheckpointError(ExportError):
 
 
 class CheckpointNotFound(CheckpointError):
-    """There is no complete checkpoint at the given path."""
+    """The given path has no complete checkpoint."""
 
     default_hint = "name a directory in which a trainer has saved; --watch waits for its first checkpoint"
     may_pass = True
@@ -312,7 +318,7 @@ class ShapeMismatch(MappingError):
 
 
 class ObjectMismatch(MappingError):
-    """The model's objects and those of an object-based checkpoint do not correspond."""
+    """The objects of the model and of an object-based checkpoint do not correspond."""
 
     default_hint = "build the model as the trainer did, in the same order of layers"
 
@@ -378,7 +384,7 @@ class ForeignLineage(PositionError):
 
 
 class SchemaChanged(PositionError):
-    """The variables, their dtypes, shapes or rules are not those that the log began with."""
+    """The variables, their dtypes, shapes or rules differ from the log's first base."""
 
     default_hint = "begin a new log with a base of the new schema: --new-base if-needed"
 
@@ -431,7 +437,7 @@ class PositionMoved(PositionError):
 
 
 class VerificationError(ExportError):
-    """The staged result is not what it should be; nothing was published."""
+    """The staged result fails a check; nothing was published."""
 
     exit_code = Exit.VERIFICATION
 
@@ -575,7 +581,7 @@ class CallFailed(ServerError):
 
 
 def os_error(exc: OSError, path: Path) -> ExportError:
-    """The named error for a failed write to `path`."""
+    """Return the error for a failed write to `path`: DiskFull, TargetNotWritable, or else PublishError."""
     cause = f"{exc.strerror or exc} ({errno.errorcode.get(exc.errno or 0, 'unknown')})"
     if exc.errno in _FULL:
         return DiskFull(f"no space left to write {os.fspath(path)}", cause=cause)
@@ -587,7 +593,10 @@ def os_error(exc: OSError, path: Path) -> ExportError:
 
 
 def unreachable(exc: OSError) -> ExportError:
-    """The named error for a failure of the operating system that has no other name."""
+    """Return the error for any other failure of the operating system.
+
+    DiskFull if there is no space, ExportError if no path is known, else Unreachable.
+    """
     path, cause = exc.filename2 or exc.filename, exc.strerror or str(exc)
     if path is None:
         return ExportError(f"the operating system refused: {cause}")
@@ -597,10 +606,10 @@ def unreachable(exc: OSError) -> ExportError:
 
 
 def is_unread(error: BaseException | None) -> bool:
-    """True if an error, or one that caused it, says that nothing is known of a file's bytes.
+    """True if an error, or one that caused it, leaves a file's content unknown, so that it may be undamaged.
 
     The system refused to read something that is there (no permission, EIO), or an object store did not
-    answer. False for a file that is missing, or that is not a regular file: that is damage.
+    answer. False for a file that is missing, or that is not a regular file: that is damage. False for None.
     """
     while error is not None and not isinstance(error, OSError | StoreUnavailable | Unreachable):
         error = error.__cause__
@@ -614,9 +623,9 @@ _NOT_WRITABLE |= {errno.ENOLCK, errno.EOPNOTSUPP}  # without file locks two expo
 
 
 def printable(text: str) -> str:
-    r"""The text in one line: invisible characters are written as in Python, `\x1b`, `\n`, `\u202e`.
+    r"""Return the text in one line, with invisible characters written as in Python: `\x1b`, `\n`, `\u202e`.
 
-    These are controls (C0, C1), marks of direction and of no width, separators except the space, and
+    Invisible are controls (C0, C1), marks of direction and of no width, separators except the space, and
     surrogates, which stand for a path's bytes that are not UTF-8.
     """
     if text.isprintable():
@@ -625,18 +634,18 @@ def printable(text: str) -> str:
 
 
 def few(texts: Sequence[str], most: int, separator: str = ", ") -> str:
-    """The first `most` texts, joined, and the number of the others: `a, b and 3 more`."""
+    """Return the first `most` texts, joined, and the number of the others: `a, b and 3 more`."""
     more = f"{separator.rstrip(', ')} and {len(texts) - most} more" if len(texts) > most else ""
     return separator.join(texts[:most]) + more
 
 
 def lines_of(parts: Iterable[str]) -> str:
-    """A cause of several lines: each part is on one line of its own, below the label."""
+    """Return a `cause` of several lines, with each part on an indented line, printable, below the label."""
     return "\n  ".join(["", *map(printable, parts)])
 
 
 def in_lines(text: str) -> str:
-    """A text of several lines, each of them printable; all except the first are indented."""
+    """Return a text of several lines with each line made printable, and all but the first indented."""
     first, *others = text.split("\n")
     indented = (line if line.startswith(" ") else f"  {line}" for line in map(printable, others))
     return "\n".join([printable(first), *indented])

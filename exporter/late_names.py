@@ -52,9 +52,10 @@ class _ShortHelp(ModuleType):
 
 
 def _summaries(package: ModuleType) -> Iterator[str]:
-    """Yield each name in `__all__`, as a call, with the first line of its docstring; classes, then functions.
+    """Yield the help on each name in a package's `__all__`, a text of lines; classes first, then functions.
 
-    A name that cannot be imported is yielded alone.
+    Each has the name with its signature, at most 100 columns wide, and the first line of the docstring. A
+    name that cannot be imported is yielded without them. Each name is imported.
     """
     import inspect
     from textwrap import fill

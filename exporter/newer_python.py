@@ -1,4 +1,4 @@
-"""Parts of Python 3.11's standard library that 3.10 lacks, until 3.10 is no longer supported."""
+"""Parts of Python 3.11's standard library that Python 3.10 lacks, for as long as 3.10 is supported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def sha256_of(file: BinaryIO) -> str:
 
 
 def module_command(module: str) -> list[str]:
-    """Return the command line `python -P -m MODULE`: modules are not searched in the working directory."""
+    """Return the command `python -P -m MODULE` of this interpreter, or its equivalent in Python 3.10.
+
+    Modules are not searched in the working directory.
+    """
     if sys.version_info >= (3, 11):
         return [sys.executable, "-P", "-m", module]
     run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
@@ -46,7 +49,7 @@ def module_command(module: str) -> list[str]:
 def timeout(seconds: float) -> Any:
     """Return an asynchronous context manager that raises TimeoutError after this many seconds.
 
-    It does so where the task waits, as `asyncio.timeout`. RuntimeError outside of a running loop.
+    As `asyncio.timeout`, it cancels what the task waits for. RuntimeError outside of a running loop.
     """
     if sys.version_info < (3, 11):
         return _Timeout(seconds)
@@ -92,10 +95,10 @@ class _Timeout:
 
 
 def type_hints(annotated: Callable[..., Any]) -> dict[str, Any]:
-    """Return {parameter or field: type} of a function or class, and "return"; `Annotated` stays outermost.
+    """Return {parameter or field: type} of a function or class, and "return" for a function's result.
 
-    Python 3.10 would put it into an Optional where the default is None. NameError if an annotation names
-    what its module lacks.
+    `Annotated` stays outermost: Python 3.10 would put it into an Optional where the default is None.
+    NameError if an annotation uses a name that its module lacks.
     """
     hints = get_type_hints(annotated, include_extras=True)
     if sys.version_info < (3, 11):  # which makes it Optional[Annotated[...]]

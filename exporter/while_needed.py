@@ -66,7 +66,7 @@ _ALL: weakref.WeakSet[WhileNeeded] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """Undo, in a forked child, the changes of threads that it does not have, and release the lock."""
+    """Release the lock in a forked child, and undo the changes that only threads of the parent needed."""
     for each in [*_ALL]:
         each._keep_only(threading.get_ident())
     _LOCK.release()

@@ -50,8 +50,13 @@ def read_both(
     `catalog` and `checkpoint` are the checkpoint and its identity, which the result repeats; `load` reads the
     graph. `rules` are completed by the partition strategies of the trainer's graph and the request's file of
     names; `origin`, the record of the graph's files, is None unless the request is for a base that takes
-    deltas. Raises UsageError or GraphError (and subclasses) if the graph cannot be found or does not fit the
-    request, CheckpointError if its file is damaged, and what `load` raises.
+    deltas.
+
+    Raises:
+        UsageError, GraphError: and subclasses: the graph cannot be found, or does not fit the request.
+        UsageError: the file of names is malformed, or has a name that graph or checkpoint lack.
+        CheckpointError: the graph's file, or the checkpoint's record of embedding variables, is damaged.
+        TensorFlowNeeded: the model is a builder, and no TensorFlow is installed.
     """
     asked = GraphRequest.of(request, model_beside(catalog.prefix), catalog.naming)
     if asked.model is None:
@@ -74,10 +79,10 @@ def read_both(
 
 @contextmanager
 def advised(request: ExportRequest, catalog: Catalog) -> Iterator[None]:
-    """Run the block; add a hint to MissingTensors and ObjectMismatch if the checkpoint is of Keras 2.
+    """Run the block; extend the hint of its MissingTensors or ObjectMismatch if Keras 2 should be used.
 
-    The hint, to use Keras 2, is put before the error's own, if the model is a builder that uses Keras 3.
-    Every error is raised as before.
+    That is so if the checkpoint is of Keras 2, and the request's model is a builder that uses Keras 3. Every
+    error of the block is raised. BuilderError instead if the builder's file no longer exists.
     """
     try:
         yield
@@ -88,11 +93,11 @@ def advised(request: ExportRequest, catalog: Catalog) -> Iterator[None]:
 
 
 def _builder_files(request: ExportRequest) -> list[str]:
-    """Return the path of the builder's source file in a list; [] if the model is not a builder, or names a
-    module.
+    """Return the path of the source file of a request's builder, in a list; [] if the model is not a builder.
 
-    The path is "" for a function whose file is not known. Raises BuilderError if a named file or module does
-    not exist.
+    [] also for a builder whose module has no file. The path is "" for a function whose file is not known.
+    Raises BuilderError if a named file or module does not exist, TensorFlowNeeded if the module is of
+    TensorFlow, which is not installed.
     """
     model = request.model
     if callable(model):
@@ -110,11 +115,13 @@ class Unmatchable(Struct, frozen=True):
 
 
 def compare_names(request: ExportRequest) -> Unmatchable:
-    """Return the variables and tensors that an export of this request would leave unmatched; nothing is
-    written.
+    """Return the variables and tensors that an export of this request would not match; write nothing.
+
+    Checkpoint and graph are read, and a builder runs.
 
     Raises:
         UsageError, CheckpointError, GraphError, MappingError: and subclasses, see errors.py.
+        OSError: a file of the checkpoint cannot be read.
         TensorFlowNeeded: the model is a builder, and no TensorFlow is installed.
     """
     rules, catalog = parse_rules(request), open_checkpoint(request.ckpt_dir)

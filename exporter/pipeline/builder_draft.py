@@ -51,9 +51,10 @@ _MODULE = """\
 
 
 def builder_draft(catalog: Catalog) -> str:
-    """Return the text of a Python file whose function `serving` is to be completed as its comments say.
+    """Return a draft of a builder for a checkpoint: the text of a Python file with a function `serving`.
 
-    CorruptFile or CheckpointChanged if the checkpoint's object graph cannot be read.
+    Until it is completed as its comments say, the function raises NotImplementedError. Raises CorruptFile or
+    CheckpointChanged if the checkpoint's object graph cannot be read.
     """
     objects = read_object_graph(catalog)
     extras = {extra.tensor.name for extra in classify_extras(catalog) if extra.kind is not ExtraKind.OTHER}
@@ -70,7 +71,11 @@ def builder_draft(catalog: Catalog) -> str:
 
 
 def _shown(catalog: Catalog, objects: ObjectGraph | None, tensors: Mapping[str, TensorRef]) -> Iterator[str]:
-    """Yield comments on the variables in `tensors`, with their places among the objects, if there are any."""
+    """Yield comment lines that list a checkpoint's variables: name or path of objects, dtype and shape.
+
+    `tensors` has the variables' tensors, by name. With `objects`, a variable is listed by its path from the
+    root object, in that order, and variables without a path are left out; None: by its tensor's name.
+    """
     yield f"    # Variables of the checkpoint ({catalog.family}):"
     if objects is None:
         yield from (_line(name, tensor) for name, tensor in tensors.items())

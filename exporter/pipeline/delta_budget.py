@@ -39,12 +39,12 @@ class Allowance(Struct, frozen=True):
 
     @classmethod
     def of(cls, log: DeltaLog, text: str, now: float) -> Allowance:
-        """Return what the `text` of `--delta-budget` permits for the delta planned at `now`, in seconds since
-        1970.
+        """Return the bytes that `--delta-budget` permits for the next delta of a log.
 
-        Of a rate (bytes per second), unused seconds add up to at most ten seconds' bytes, less the deltas of
-        the last ten seconds; a size per delta counts alone. Raises UsageError for a malformed text;
-        ManifestError or OSError if a delta's manifest cannot be read.
+        `text` is the option's value, `now` the time of planning in seconds since 1970. Of a rate (bytes per
+        second), unused seconds add up to at most ten seconds' bytes, less the deltas of the last ten seconds;
+        a size per delta counts alone. Raises UsageError for a malformed text; ManifestError, OSError or
+        LfsPointer if a delta's manifest cannot be read.
         """
         budget = DeltaBudget.parse("--delta-budget", text)
         entry, before, due = log.newest.entry, log.newest.manifest.created, 0
@@ -63,15 +63,15 @@ class Allowance(Struct, frozen=True):
         return cls(room, seconds, now, room >= worth)
 
     def told(self, used: Used) -> Budgeted:
-        """Return the record for the delta's manifest: this budget, and the delta's use of it, `used`."""
+        """Return the budget's record for the delta's manifest: this allowance, and its use (`used`)."""
         planned = datetime.fromtimestamp(self.now, timezone.utc)
         return Budgeted(**asdict(used), allowed=self.room, planned=planned, seconds=self.seconds)
 
 
 def _sent_lately(log: DeltaLog, now: float) -> Iterator[int]:
-    """Yield the size in bytes of each delta of the ten seconds before `now`, newest first, mergers left out.
+    """Yield the size in bytes of each delta of the ten seconds before `now`, newest first, without mergers.
 
-    Raises ManifestError or OSError if a manifest cannot be read.
+    Raises ManifestError, OSError or LfsPointer if a manifest cannot be read.
     """
     for delta in sorted(log.deltas, key=lambda one: one.end, reverse=True):
         if delta.entry.made is DeltaOrigin.MERGE:

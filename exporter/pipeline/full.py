@@ -80,12 +80,13 @@ def export(
     """Plan, stage, verify and publish a full version of the request's checkpoint, and return the result.
 
     If a trainer prunes a directory's checkpoint meanwhile, its newest one is exported, in up to three tries.
-    `load` reads the graph; by default builders run once. A base whose checkpoint's step is below `beyond`
-    also gets the trainer's increments.
+    `load` reads the graph; None: it is read anew in each try, but a builder runs once. A base whose
+    checkpoint's step is below `beyond` also gets the trainer's increments.
 
     Raises:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
         ExportError: any of errors.py; nothing was published.
+        OSError: the operating system refuses to read a file; nothing was published.
     """
     load = load or run_builders_once()
     for attempt in range(1, _ATTEMPTS + 1):
@@ -98,11 +99,13 @@ def export(
 
 
 def export_unless_published(request: ExportRequest, progress: ProgressFactory) -> Exported:
-    """Export as `export`; if the checkpoint is published already, return the version that has it, `is_new`
-    False.
+    """Export as `export`; if the checkpoint is published already, return that version, with `is_new` False.
+
+    The same plan has published that version. The result then says of no file how it was written.
 
     Raises:
-        ExportError: any of errors.py.
+        ExportError: any of errors.py; nothing was published.
+        OSError: the operating system refuses to read a file; nothing was published.
     """
     started, load = time.monotonic(), run_builders_once()
     try:
@@ -151,6 +154,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
         PublishedAlready: another process published the same meanwhile, and `again` is not asked for.
         ExportError: PublishError, VerificationError and others, see errors.py; nothing was published.
+        OSError: the operating system refuses to read a file; nothing was published.
     """
     started, request = time.monotonic(), planned.request
     digest = planned.digest  # before an archive becomes a bundle, which changes the mapping
@@ -179,7 +183,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
 def _draft(staged: Staged, plan_digest: str) -> ManifestDraft:
     """Return the manifest of the staged version, without the fields that publishing adds.
 
-    Raises PublishError if a base's copies of the graph's files cannot be read.
+    Of a base, copies of the graph's files are read: PublishError, OSError or LfsPointer if one cannot be.
     """
     planned, entry = staged.plan, staged.entry
     if entry is not None:

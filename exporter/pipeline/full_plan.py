@@ -103,10 +103,9 @@ class Plan(Struct, frozen=True, dict=True):
 
     @property
     def data(self) -> DataMode:
-        """The requested way to store values; COMPACT in place of AUTO if the trainer overwrites published
-        files.
+        """The requested way to store values, but COMPACT for AUTO if the trainer overwrites linked files.
 
-        That is known from a write into a file to which the newest version has a link.
+        The trainer does if it has written into a file to which the newest version has a link.
         """
         is_auto = self.request.data is DataMode.AUTO
         return DataMode.COMPACT if is_auto and self.overwritten else self.request.data
@@ -115,7 +114,7 @@ class Plan(Struct, frozen=True, dict=True):
     def digest(self) -> str:
         """A SHA-256 (hex) of options, graph and mapping, which differs between plans for the same checkpoint.
 
-        Raises MissingAsset if a file of the graph cannot be read.
+        Raises MissingAsset if a file of the graph cannot be read, LfsPointer if it is a Git LFS pointer.
         """
         return _digest(self)
 
@@ -150,14 +149,15 @@ class Plan(Struct, frozen=True, dict=True):
 
     @property
     def server(self) -> Version | None:
-        """The TensorFlow version of the servers for which it is made; None: the newest."""
+        """(major, minor) of the TensorFlow of the servers for which the version is made; None: the newest."""
         return server_of(self.request)
 
     @property
     def ignored(self) -> tuple[Extra, ...]:
         """The checkpoint's tensors that are not served, each with its probable purpose.
 
-        They are of the plan's own catalog: the mapping's may lack them.
+        They are of the plan's own catalog: the mapping's may lack them. Raises CheckpointError or OSError if
+        the checkpoint's records of embedding tables cannot be read.
         """
         served = {source.tensor.name for source in self.mapping.sources}
         if self.layout is not None:
@@ -173,7 +173,9 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
     Raises:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
         ModelHeld, ChainEnds: a hold, or a log that takes deltas, forbids the publication.
+        TargetNotWritable: the target, or a parent, is a file or a broken symbolic link.
         UsageError, CheckpointError, GraphError, MappingError, ManifestError, TensorFlowNeeded: see errors.py.
+        OSError: a file of the checkpoint cannot be read.
     """
     planned, is_known = made_plan(request, load)
     if is_known:
@@ -185,11 +187,14 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
 def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     """Plan as `plan`, even if it is published already; also return whether any plan published the checkpoint.
 
-    Permission to publish is checked only if none did.
+    Permission to publish is checked only if none did. With `again` in the request, it is always checked, and
+    the second value is False.
 
     Raises:
         ModelHeld, ChainEnds: a hold, or a log that takes deltas, forbids the publication.
+        TargetNotWritable: the target, or a parent, is a file or a broken symbolic link.
         UsageError, CheckpointError, GraphError, MappingError, ManifestError, TensorFlowNeeded: see errors.py.
+        OSError: a file of the checkpoint cannot be read.
     """
     require_local(request)
     version = VersionRule.parse(request.version)
@@ -263,7 +268,8 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
 def _overwritten(model: Path) -> tuple[str, ...]:
     """Return a warning, in a tuple, if the trainer wrote into files that a model's newest version links to.
 
-    () if it did not, or the version has no readable manifest.
+    () if it did not, there is no version, or its manifest is damaged. LfsPointer if the manifest is a Git LFS
+    pointer.
     """
     newest = newest_version(model)
     if newest is not None and newest.has_manifest:
@@ -371,9 +377,9 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
 
 
 def _require_own_directory(model: Path, catalog: Catalog) -> None:
-    """Raise UsageError if the model's directory is that of the checkpoint, a bundle.
+    """Raise UsageError if the model's directory holds the checkpoint, unless that consists of archives.
 
-    Trainer and exporter remove files by different rules. Archives may be in the model's directory.
+    Trainer and exporter remove files by different rules.
     """
     directory = catalog.prefix.parent
     if catalog.is_bundle and model.is_dir() and model.samefile(directory):
@@ -385,8 +391,9 @@ def _require_own_directory(model: Path, catalog: Catalog) -> None:
 
 
 def _target_notes(model: Path) -> tuple[str, ...]:
-    """Return a warning, in a tuple, that a plain version ends updates, if the newest version takes deltas;
-    else ().
+    """Return a warning, in a tuple, if the newest version takes deltas, which a plain one ends; else ().
+
+    () also if its manifest is damaged. LfsPointer if the manifest is a Git LFS pointer.
     """
     newest = newest_version(model)
     if newest is None:
@@ -406,7 +413,8 @@ _LARGEST_TABLE_BYTES = 64 << 20  # each delta may hold all of a lookup table, wh
 def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: VariableMapping) -> tuple[str, ...]:
     """Return notes for people on the deltas that a base will take.
 
-    Raises NotServable for a lookup table of more than 64 MiB.
+    Raises NotServable for a lookup table of more than 64 MiB, GraphError if the graph uses a variable in a
+    way that deltas cannot update.
     """
     from exporter.subgraph.make_updatable import schema_of  # plain versions need none of it
 
@@ -435,7 +443,8 @@ def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> No
     """Raise PublishedAlready if this checkpoint is published by a plan of this digest, as the request asks.
 
     That is: the version takes deltas if the request is for a base, and else not; and it has the number that
-    `--version` names, if it names one. Raises ManifestError if manifests cannot be read.
+    `--version` names, if it names one. Raises ManifestError if the model cannot be listed or the matching
+    manifest is damaged, CheckpointError if a manifest is a Git LFS pointer or cannot be fetched.
     """
     made = newest_made_from(request.out, checkpoint.digest)
     choice = VersionRule.parse(request.version).choice
@@ -487,7 +496,10 @@ def _proto(message: Any) -> str:
 
 
 def _file(path: Path) -> str:
-    """Return the SHA-256 of a graph's file in hex; raises MissingAsset if it cannot be read."""
+    """Return the SHA-256 of a graph's file in hex.
+
+    Raises MissingAsset if it cannot be read, LfsPointer if it is a Git LFS pointer.
+    """
     try:
         with regular_file(path) as file:
             return sha256_of(file)

@@ -50,7 +50,7 @@ class NumberFile(Struct, frozen=True):
         """Read the header of the `.npy` file at `path`; the numbers themselves are not read.
 
         Raises UsageError if it cannot be read, is damaged, or has other contents than integers in one
-        dimension.
+        dimension; a Git LFS pointer is refused so, too.
         """
         from exporter.checkpoint.npz import BEGIN_BYTES, read_header  # late: other exports need none of it
 
@@ -76,8 +76,8 @@ class NumberFile(Struct, frozen=True):
     def blocks(self) -> Iterator[Array]:
         """Yield the numbers in the file's order as int64, in blocks of at most `BLOCK_ROWS`.
 
-        While iterating, raises CheckpointChanged if the file became shorter, CheckpointError or OSError if it
-        cannot be opened or read.
+        Raises, while iterated, CheckpointChanged if the file became shorter, other CheckpointErrors or
+        OSError if it cannot be opened or read.
         """
         stored = np.dtype(self.stored)
         with regular_file(self.path) as file:
@@ -102,7 +102,7 @@ class HotChoice(Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """A phrase for people on how the rows are chosen: by counts, or by a file of so many rows or keys."""
+        """A phrase for people on the source of the rows: the checkpoint's counts, or a file and its size."""
         if self.file is None:
             return "by the checkpoint's counts"
         return f"{count(self.file.count, 'row' if self.table is None else 'key')} of {self.file.path}"

@@ -91,9 +91,13 @@ def export_base(
 ) -> Exported:
     """Begin a log by a full export, and return its result.
 
-    A base whose checkpoint's step is below `beyond` also gets the trainer's increments. In a watch,
-    CheckpointNotFound is raised while the graph, which a trainer writes last, does not exist; otherwise any
-    ExportError.
+    A base whose checkpoint's step is below `beyond` also gets the trainer's increments.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint; or, in a watch, the graph beside it, which a trainer
+            writes last, does not exist yet.
+        ExportError: any other of errors.py; nothing was published.
+        OSError: the operating system refuses to read a file; nothing was published.
     """
     # The stages of a full export take as long to import as a delta to make.
     from exporter.pipeline.full import export
@@ -107,8 +111,9 @@ def export_base(
 def as_base(request: ExportRequest) -> ExportRequest:
     """Return a request for a base, with the previous base's options where this request has none of its own.
 
-    These are how it takes deltas, the servers' version, and mapped tables; without a readable base none are
-    added. `again` is set: the checkpoint may be published already, as after a broken log.
+    The options are those of deltas (`updates`), the servers' version, and mapped tables; without a previous
+    base, or if its manifest is damaged, none are added. `again` is set: the checkpoint may be published
+    already, as after a broken log. LfsPointer if the base's manifest is a Git LFS pointer.
     """
     request = replace(request, again=True)
     before, mapped, server = Updates(), None, None
@@ -148,9 +153,7 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for people: on deltas, options for the next base, a trainer that went back, overwritten
-        files.
-        """
+        """Notes for people on the log's deltas, options for the next base, setbacks and overwritten files."""
         base = self.log.base
         written = overwritten_notes(base.manifest, base.path)
         return (*self.log.schema.notes, *self._for_the_next_base, *self.setbacks, *written)
@@ -172,7 +175,7 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def setbacks(self) -> tuple[str, ...]:
-        """Notes that the model goes back to an earlier step, or that an abandoned increment is left out."""
+        """Notes if the model goes back to an earlier step or an abandoned increment is left out; else ()."""
         step, published = self.trainer.plan.step, self.log.at.step
         full, abandoned = self.trainer.catalog, self.trainer.abandoned
         is_back = not self.is_nothing and full.step is not None and step < (published or 0)
@@ -212,7 +215,8 @@ def plan_incremental(
 
     Raises:
         NotUpdatable: nothing is published that takes deltas.
-        SchemaChanged: the checkpoint, or the rules of the request, do not fit the published base.
+        SchemaChanged, MappingError: the checkpoint, or the rules of the request, do not fit the published
+            base.
         ModelHeld: in place of NotUpdatable and SchemaChanged, if the newest publication is a rollback that
             holds the model, and the hold is not overridden.
         PositionError, VersionExists: there is no next position.
@@ -234,9 +238,13 @@ def _plan(
 ) -> IncrementalPlan:
     """Plan the next delta of a log from the trainer's files; nothing is written.
 
-    `is_watching`: while the next increment is due, the plan does nothing. For `marker_seconds` a marker of a
-    new checkpoint may still come. `look_seconds` pass until the next look: rows that would then be overdue
-    are sent. Raises the errors of `plan_incremental`, but never ModelHeld.
+    The other arguments are as for `plan_incremental`.
+
+    Raises:
+        SchemaChanged, MappingError: the checkpoint, or the rules of the request, do not fit the base.
+        PositionError, VersionExists: there is no next position.
+        UsageError, CheckpointError, GraphError, ManifestError, TensorFlowNeeded: see errors.py.
+        OSError: a file of the graph cannot be read.
     """
     require_signer(log.model, log.newest.manifest)
     entry = log.base.entry
@@ -282,8 +290,9 @@ def _plan(
 
 
 def _state_key(log: DeltaLog) -> dict[str, Any]:
-    """Return the lineage, position and state id of a log's newest state, as arguments that identify its
-    caches.
+    """Return what identifies the caches of a log's newest state, as arguments by name.
+
+    They are its lineage, its position and its state id.
     """
     return {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
 
@@ -305,7 +314,7 @@ def _check_server(request: ExportRequest, log: DeltaLog) -> None:
 def _rules(request: ExportRequest) -> MappingRules:
     """Return all mapping rules of a request, including those in its file of names.
 
-    Raises UsageError if a rule or the file is malformed.
+    Raises UsageError if a rule or the file is malformed, LfsPointer if the file is a Git LFS pointer.
     """
     rules = parse_rules(request)
     if request.rename_file is None:
@@ -314,10 +323,10 @@ def _rules(request: ExportRequest) -> MappingRules:
 
 
 def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | None:
-    """Return the rows that earlier deltas left out; None without any, or if everything must be compared.
+    """Return the rows that earlier deltas left out; None if there are none, or every row must be compared.
 
-    That is so if the record of the rows is lost, or if they were left out only by a bound that is lower now.
-    `now` is in seconds since 1970.
+    Every row must be compared if the record of the rows is lost, or if they were left out only by a bound
+    (`--delta-budget change=X`) that is lower now. `now` is in seconds since 1970.
     """
     left_out = log.trained.left_out
     if left_out is None:
@@ -332,9 +341,9 @@ def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | Non
 
 
 def _since(left_out: LeftOut, now: float) -> float:
-    """Return the earliest time, in seconds since 1970, at which a row of unknown time can have begun to wait.
+    """Return the earliest time at which a left-out row can have begun to wait, in seconds since 1970.
 
-    It is `now` if that is not recorded, or a clock was set back.
+    It is `now` if no time is recorded, or a clock was set back.
     """
     return now if left_out.since is None else min(now, left_out.since.timestamp())
 
@@ -342,9 +351,9 @@ def _since(left_out: LeftOut, now: float) -> float:
 def _competes(request: ExportRequest, left_out: LeftOut | None, *, is_watching: bool) -> bool:
     """True if rows that were left out are to be sent although the trainer has nothing new.
 
-    `left_out` describes them, None without any. Rows within `--delta-budget change=X`, and rows that
-    `--on-wild` holds back, do not count. In a watch with a budget per delta they wait for the next delta, or
-    each look would use up a budget.
+    `left_out` describes the rows; None: there are none. Rows within `--delta-budget change=X`, and rows that
+    `--on-wild` holds back, do not count. False in a watch with a budget per delta: the rows wait for the next
+    delta, or each look would use up a budget. UsageError if the budget is malformed.
     """
     if left_out is None:
         return False
@@ -390,15 +399,15 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def left_out(self) -> LeftOut | None:
-        """The number of rows that are held back, and their distance from the trainer's; None without any.
+        """The record of the rows that are held back: their number, and their distance from the trainer's.
 
-        Without a new delta, those of the log's newest position.
+        None if there are none. Without a new delta, the record of the log's newest position.
         """
         return (self._entry or self.plan.log).trained.left_out
 
     @property
     def rounded(self) -> Rounded | None:
-        """The number of this delta's rows that are served rounded; without a new delta, of all such rows.
+        """The record of this delta's rows that are served rounded; without a new delta, of all such rows.
 
         None if there are none.
         """
@@ -426,7 +435,7 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
-    """Publish the planned delta, and keep caches for the next one, as of rows that it leaves out or rounds.
+    """Publish the planned delta, and write caches for the next one, as of rows that it leaves out or rounds.
 
     `published` in the result is None if there is nothing to publish. A hold does not prevent a delta: servers
     stop before it.
@@ -435,6 +444,8 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         TableFull, OverlayFull: the published base has no room for the changes.
         SchemaChanged: the checkpoint has other tables than the base.
         PositionMoved: another process published meanwhile.
+        DeltaGap, ForeignLineage, StaleDelta: published deltas, which are read, do not connect.
+        EngineFailed: the engine that compares failed.
         CheckpointChanged: the trainer replaced files since the plan was made.
         WildValues, NotFinite: rows are beyond `--max-norm`, or not finite, and are to be refused.
         UsageError: the log is signed, and this delta would not be.
@@ -488,9 +499,10 @@ def _verify_bytes(written: Catalog) -> None:
 def _keep_for_next_time(
     planned: IncrementalPlan, found: _Found, overlaid: OverlaidRows, what: Publication, state: str
 ) -> None:
-    """Write the caches of the state that was just published, whose id is `state`; errors are ignored.
+    """Write the caches of the state that was just published, whose id is `state`.
 
-    They are the graph's record, changed rows of mapped tables, hashes of rows, and rows held back.
+    The caches are the graph's record, changed rows of mapped tables, hashes of rows, and rows held back. A
+    failure to write them is ignored.
     """
     log, sent = planned.log, found.divided
     planned.graph.save(log.path)
@@ -529,8 +541,13 @@ def export_incremental(
     replaces another begins with the trainer's increments, so that no server goes back. Due deltas are merged
     and removed after a publication; errors of that are in `warnings`.
 
+    Without a new base the result is an `ExportedDelta`; its `published` is None if there is nothing new.
+    Up to three tries are made if others publish, or the trainer prunes, meanwhile.
+
     Raises:
-        ExportError: any of errors.py.
+        PositionError: and subclasses: no delta fits the log, and no base may replace it.
+        ExportError: any other of errors.py; nothing was published.
+        OSError: the operating system refuses to read a file; nothing was published.
     """
     versions: Sequence[VersionDir] | None = version_dirs(request.out)
     if newest_of(versions or ()) is None:
@@ -612,8 +629,9 @@ def _new_log(
 ) -> Exported:
     """Publish a base that begins a new log, because a delta failed with `why`; the result's notes say so.
 
-    Unless its checkpoint is named, it is at no earlier step than the served one: with the trainer's
-    increments up to there, or up to `beyond`. Raises ExportError as `export_base`.
+    Unless the request names one checkpoint, the base also gets the trainer's increments if its checkpoint is
+    from an earlier step than the published position, or than `beyond`. `is_watching` is as for `export_base`.
+    Raises ExportError or OSError; nothing was published then.
     """
     if is_named(request.ckpt_dir):
         beyond = 0
@@ -626,12 +644,11 @@ def _new_log(
 
 
 def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]:
-    """Merge and remove deltas that are due after `published`; return an error of that, or of the hold, if
-    any.
+    """Merge and remove the deltas that are due after `published`; return the error of that in a tuple, or ().
 
-    The delta is published in any case, and the next one tries again. Errors of the operating system are
-    returned, too, as PublishError. Deltas are removed at most once in ten seconds, however quickly they
-    follow each other, as spare files stay for minutes anyway.
+    An error of reading the hold is returned, too, and one of the operating system as PublishError. Nothing is
+    raised: the delta is published in any case, and the next one tries again. Deltas are removed at most once
+    in ten seconds, however quickly they follow each other, as spare files stay for minutes anyway.
     """
     try:
         with writing(log.path):
@@ -653,11 +670,17 @@ class _Found(Struct, frozen=True):
 
 
 def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory) -> _Found:
-    """Return the changes to send: all, or those that the request's tolerance does not hold back.
+    """Return the changes to send: all, or only the changes that the request's tolerance does not hold back.
 
-    Large intermediate files are written in `scratch`. Raises WildValues, CheckpointError, VerificationError,
-    PositionError, MappingError or PublishError as `execute_incremental`; UsageError for a malformed
-    `--max-norm`; OSError if scratch files cannot be written.
+    Large intermediate files are written in `scratch`; checksums that were verified are kept beside the log.
+
+    Raises:
+        WildValues: rows are beyond `--max-norm`, and are to be refused.
+        TableFull, SchemaChanged: the changes do not fit the base.
+        CheckpointError, MappingError, VerificationError, PositionError, PublishError: see errors.py.
+        UsageError: `--max-norm`, or an option of the engine, is malformed.
+        EngineFailed: the engine that compares failed.
+        OSError: scratch files cannot be written.
     """
     published, request, log = cache(planned.log.state), planned.request, planned.log
     found = _all_changes(planned, published, scratch, progress)
@@ -693,18 +716,20 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
 
 
 def _new_rows(changes: Mapping[str, Change], spec: MappingSpec) -> dict[str, Array]:
-    """Return the row numbers of new keys, by the variable of the values.
+    """Return the row numbers of new keys in dynamic tables, by the name of the variable of values.
 
-    The published rows there are another key's, or of none, so that distances from them mean nothing.
+    `changes` are by variable. The published rows at these numbers are another key's, or of none, so that
+    distances from them mean nothing.
     """
     found = ((table.keys[3], changes.get(table.keys[2])) for table in spec.dynamic)
     return {values: change.ids for values, change in found if isinstance(change, Rows)}
 
 
 def _rounded_so_far(planned: IncrementalPlan, rounded: Rounded | None) -> Rounded | None:
-    """Return the record of rows served rounded, including earlier deltas' if increments list the changes.
+    """Return the record of all rows that are served rounded after this delta; None if there are none.
 
-    `rounded` are this delta's. None without any.
+    `rounded` is the record of this delta's rows, None without any. Where increments list the changes, earlier
+    deltas' rows are included; a comparison sends every row that differs.
     """
     before = planned.log.trained.rounded
     if not planned.trainer.plan.is_known:
@@ -713,9 +738,9 @@ def _rounded_so_far(planned: IncrementalPlan, rounded: Rounded | None) -> Rounde
 
 
 def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) -> HashIndex:
-    """Return the hashes of the published rows: the trainer's hashes without those of rows that stay `stale`.
+    """Return the hashes of the published rows: the trainer's hashes without the rows that stay `stale`.
 
-    `stale` has row numbers by variable.
+    `index` has the trainer's hashes, `stale` the numbers of the rows that are served otherwise, by variable.
     """
     from exporter.delta.row_hashes import without_rows
 

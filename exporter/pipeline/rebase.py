@@ -47,12 +47,13 @@ def rebase(
     progress: ProgressFactory = no_progress,
     dry_run: bool = False,
 ) -> Rebased | None:
-    """Publish a base at the newest position of the log; None if there is one already.
+    """Publish a base at the newest position of the log; return None if there is one already.
 
     Deltas that are published meanwhile apply to it, too. Servers load a base by themselves, so under a
     canary's hold it has the newest position that is approved. `keep` says which older versions stay (None:
     all), `jobs` which engine runs the tasks. A `dry_run` reads and checks the deltas, not the base's values;
-    it writes nothing, and returns the plan.
+    it writes nothing, and returns the plan. While others remove files that are read, the work is repeated for
+    up to a minute.
 
     Raises:
         NotUpdatable: nothing is published, or the newest version takes no deltas.
@@ -80,8 +81,8 @@ def rebase(
 def _planned(log: DeltaLog, jobs: Jobs) -> Rebased:
     """Return the plan of a new base, now; the deltas are checked, the base's values are not read.
 
-    Raises NotFinite, VerificationError, CheckpointError or PositionError as `rebase`; VersionExists if no
-    position is left.
+    Raises NotFinite if the model would refuse the values, VerificationError or CheckpointError if a delta is
+    damaged, PositionError if deltas are missing, VersionExists or PositionError if no position is left.
     """
     model, at = log.model, _newest_approved(log).at
     log.state(at.position)
