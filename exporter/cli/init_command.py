@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exporter.storage.local_paths import checkpoint_parser, path_parser
+from exporter.storage.local_paths import checkpoint_parser, path_parser, quoted
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import escape, labelled
 
@@ -81,10 +81,12 @@ def init(
             command=next_,
             refused=str(found.refused.message) if found.refused else None,
         )
-        sink.result(document, _lines(found, next_, is_written=write is not None))
+        if found.builder and write is None:
+            next_ = f"export-model init {quoted(ckpt_dir)} --out {quoted(out)} --write model.py"
+        sink.result(document, _lines(found, next_, write))
 
 
-def _lines(found: Proposal, next_: str, *, is_written: bool) -> Iterator[str]:
+def _lines(found: Proposal, next_: str, written: Path | None) -> Iterator[str]:
     yield labelled("checkpoint", found.catalog.prefix)
     if found.refused is None:
         yield labelled("graph", found.model or "none beside it: a builder makes one")
@@ -103,6 +105,8 @@ def _lines(found: Proposal, next_: str, *, is_written: bool) -> Iterator[str]:
         yield labelled("signature", name)
     for option, value in found.options:
         yield labelled("option", f"{option} {value}")
-    if found.builder and not is_written:
+    if written is not None:
+        yield labelled("builder", f"{written}: complete it as its comments say")
+    elif found.builder:
         yield from ("", *map(escape, found.builder.splitlines()), "")
     yield labelled("next", next_)

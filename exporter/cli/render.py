@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 from msgspec.structs import asdict
 
@@ -17,7 +16,7 @@ from exporter.cli.documents.exported import Export, ExportPlan, Variable
 from exporter.cli.render_catalog import catalog_text, checkpoint_document, kind_texts, line, tensor_groups
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.tensor_source import TensorSource
-from exporter.options import Verify
+from exporter.options import ExportFormat, Verify
 from exporter.pipeline.full import Exported, Plan
 from exporter.pipeline.full_plan import served_at
 from exporter.pipeline.inspected import signatures_of
@@ -99,7 +98,7 @@ def exported(done: Exported, sink: Output) -> None:
         *(line("removed", f"version {number}") for number in published.removed),
         *(line("kept", f"version {kept.version}, too: {kept.reason}") for kept in published.kept),
         line("published", f"{published.path} in {done.seconds:.2f} s"),
-        line("next", _next(published.path.parent)),
+        line("next", _next(done)),
     ]
     _warn(done.plan, sink)
     size = human_bytes(done.plan.mapping.bytes_)
@@ -109,9 +108,12 @@ def exported(done: Exported, sink: Output) -> None:
         sink.warn(warning.message)
 
 
-def _next(model: Path) -> str:
+def _next(done: Exported) -> str:
+    version, model = done.published.path, done.published.path.parent
     if mirror.is_remote(model):  # servers read files; of the stores, they read only gs://
         return f"export-model pull {quoted(model)} {quoted(model.name)}"
+    if done.plan.request.format is ExportFormat.METAGRAPH or done.plan.graph.foreign:
+        return f"export-model inspect {quoted(version)}"  # serve-model run can load neither
     return f"serve-model run {quoted(model)}"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from exporter.graph.inference_graph import Asset, InferenceGraph
 from exporter.options import DataMode, ExportFormat, ExportRequest, Updates, Verify
 from exporter.pipeline.full import export, plan
 from exporter.verify.version_files import verify_published
+from serving.server import ModelServer
 from tests.support.commands import export_model
 from tests.support.trained import Trained, embedding, train
 
@@ -53,6 +56,25 @@ def test_the_pair_gives_the_trainer_s_numbers(
     both = format_ is ExportFormat.BOTH
     assert (version / "saved_model.pb").exists() == (version / "variables").exists() == both
     verify_published(version)
+
+
+@pytest.mark.parametrize(
+    ("format_", "following"),
+    [("metagraph", "export-model inspect"), ("both", "serve-model run"), ("saved_model", "serve-model run")],
+)
+def test_what_is_printed_as_next_works(
+    trained: Trained, tmp_path: Path, format_: str, following: str
+) -> None:
+    pair = export(request(trained, tmp_path / "a", ExportFormat.METAGRAPH)).published.path
+    ran = export_model("--ckpt-dir", pair / "export", "--out", tmp_path / "m", "--format", format_)
+    (line,) = re.findall("(?m)^next +(.*)", ran.out)
+    assert line.startswith(following)
+    program, *arguments = shlex.split(line)
+    if program == "export-model":
+        assert export_model(*arguments).code == 0
+    else:
+        with ModelServer(arguments[1]) as server:
+            server.wait_available(60)
 
 
 def test_the_pair_shares_its_shards(trained: Trained, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ its library as the library's own SavedModel does; `tests/fixtures/foreign_ops/se
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,13 @@ def test_a_librarys_files_and_init_operation_go_along(saved: dict[str, Path], tm
     called = {found[text[1:]].attr["f"].func.name for text in init.input}
     ops = {n.op for f in functions if f.signature.name in called for n in f.node_def}
     assert {"SimpleMLLoadModelFromPathWithHandle", "LookupTableImportV2"} <= ops
+
+
+def test_no_server_without_the_operations_is_proposed(saved: dict[str, Path], tmp_path: Path) -> None:
+    ran = export_model("--ckpt-dir", saved["text"], "--out", tmp_path / "model", "--allow", "foreign-ops")
+    assert ran.code == 0, ran.err
+    (following,) = re.findall("(?m)^next +export-model (.*)", ran.out)
+    assert export_model(*shlex.split(following)).code == 0
 
 
 def test_a_librarys_kernel_without_state(saved: dict[str, Path], tmp_path: Path) -> None:

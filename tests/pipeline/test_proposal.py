@@ -20,6 +20,14 @@ from tests.support.commands import export_model
 from tests.support.graph_runs import v1_graph
 
 
+def printed_next(command: str) -> Any:
+    """Type a command, then what it prints as `next`."""
+    ran = typed(command)
+    assert ran.code == 0, ran.err
+    (following,) = re.findall("(?m)^next +(.*)", ran.out)
+    return typed(following)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a ranker that reads an input pipeline; the label comes from the same pipeline."""
@@ -77,8 +85,9 @@ def test_without_a_graph_a_builder_is_begun(
     for path in (*trained.glob("*.data*"), *trained.glob("*.index"), trained / "checkpoint"):
         (tmp_path / "train").mkdir(exist_ok=True)
         (tmp_path / "train" / path.name).write_bytes(path.read_bytes())
-    ran = export_model("init", "train", "--write", "model.py")
+    ran = printed_next("export-model init train --out m")
     assert (ran.code, "--model model.py:serving" in ran.out) == (0, True), ran.err
+    assert "complete it as its comments say" in ran.out
     begun = Path("model.py").read_text()
     assert "Adagrad" not in begun
     assert "global_step" not in begun
