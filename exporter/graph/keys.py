@@ -61,7 +61,8 @@ _SAME_IDS = frozenset({"Identity", "Cast", "Reshape"}) | SWITCHES | ENTERS
 def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> dict[str, PartitionStrategy]:
     """Return {variable's key: the strategy by which its rows are divided among parts}.
 
-    A partitioned variable has MOD or DIV, or NONE if no rows are gathered from its parts. A whole variable
+    A partitioned variable has MOD or DIV, or NONE if no rows are gathered from its parts and no called
+    function takes one. A whole variable
     has DIV if rows of it are gathered, else NONE, and is left out if a called function takes it. A variable
     of unknown strategy is left out. GraphError if two nodes have the same name, or one has none.
     """
@@ -100,31 +101,39 @@ def _strategies(index: GraphIndex, parts: dict[str, list[str]]) -> dict[str, Par
     for key, nodes in parts.items():
         seen = {_assignment(index, ids) for node in nodes for ids in _gathered_ids(index, node)}
         if not seen:
-            found[key] = PartitionStrategy.NONE
+            if not any(_is_passed_on(index, node) for node in nodes):
+                found[key] = PartitionStrategy.NONE
         elif len(seen) == 1 and (strategy := seen.pop()) is not None:
             found[key] = strategy
     return found
 
 
+def _same_values(index: GraphIndex, variable: str) -> Collection[str]:
+    """Return the nodes that forward a variable's handle or value, the variable among them."""
+
+    def forwarding(name: str) -> Iterator[str]:
+        consumers = index.consumers.get(name, ())
+        return (reader for reader, at in consumers if at == 0 and index.nodes[reader].op in _SAME_VALUE)
+
+    return closure([variable], forwarding)
+
+
 def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
     """Return the ids of each gather from a variable or part, also behind nodes that forward its value."""
-
-    def readers(name: str, ops: Collection[str]) -> Iterator[str]:
-        consumers = index.consumers.get(name, ())
-        return (reader for reader, at in consumers if at == 0 and index.nodes[reader].op in ops)
-
-    same = closure([variable], lambda name: readers(name, _SAME_VALUE))
-    gathers = (data_inputs(index.nodes[reader]) for name in same for reader in readers(name, _GATHERS))
-    return [inputs[1] for inputs in gathers if len(inputs) > 1]
+    readers = (each for name in _same_values(index, variable) for each in index.consumers.get(name, ()))
+    gathers = (index.nodes[reader] for reader, at in readers if at == 0)
+    inputs = (data_inputs(gather) for gather in gathers if gather.op in _GATHERS)
+    return [given[1] for given in inputs if len(given) > 1]
 
 
 def _is_passed_on(index: GraphIndex, variable: str) -> bool:
-    """True if a node that names a function in an attribute, as a call does, takes the variable.
+    """True if a node that calls a function, or names one in an attribute, takes the variable or its value.
 
     Uses in functions are not followed.
     """
-    readers = {reader for reader, _ in index.consumers.get(variable, ())}
-    return any(len(called_functions(index.nodes[reader])) > 1 for reader in readers)
+    readers = {r for name in _same_values(index, variable) for r, _ in index.consumers.get(name, ())}
+    called = (called_functions(index.nodes[reader]) for reader in readers)
+    return any(len(names) > 1 or not names.isdisjoint(index.functions) for names in called)
 
 
 def _assignment(index: GraphIndex, ids: Endpoint) -> PartitionStrategy | None:

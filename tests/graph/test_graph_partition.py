@@ -84,3 +84,36 @@ def test_a_whole_table_has_one_part(tmp_path: Path) -> None:
     assert trained_strategies(read_metagraph(Path(trained.meta))) == {}
     graph = load_graph(GraphRequest(model=trained.meta, inputs={"ids": "ids"}, outputs={"y": "y"}))
     assert graph.lookups == {"table": DIV, "dense": NONE}
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_table_that_a_function_looks_up_is_of_unknown_order(direct: bool, parts: int) -> None:
+    """A function's gathers are not followed, whether a call names it in an attribute or is named as it is."""
+    import tensorflow as tf
+
+    from exporter.graph.keys import _is_passed_on
+    from exporter.graph.nodes import GraphIndex
+
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph:
+        ids = v1.placeholder(tf.int64, [None], name="ids")
+
+        looked_up = tf.function(tf.gather, autograph=False)
+        partitioner = v1.fixed_size_partitioner(parts) if parts > 1 else None
+        with v1.variable_scope("", use_resource=True, partitioner=partitioner):
+            table = v1.get_variable("table", [6, 2])
+        for each in table if parts > 1 else [table]:
+            looked_up(each.read_value(), ids)
+        meta_graph = v1.train.export_meta_graph(graph=graph, clear_extraneous_savers=True)
+    for node in meta_graph.graph_def.node:
+        if direct and node.op.endswith("PartitionedCall"):
+            node.op = node.attr["f"].func.name
+            for name in list(node.attr):
+                del node.attr[name]
+
+    assert trained_strategies(meta_graph) == {}
+    handles = [node.name for node in meta_graph.graph_def.node if node.op == "VarHandleOp"]
+    assert len(handles) == parts
+    index = GraphIndex.of(meta_graph)
+    assert all(_is_passed_on(index, handle) for handle in handles)
