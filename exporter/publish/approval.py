@@ -34,6 +34,7 @@ def approve(log: Path, model: Path, *, expected: int | None, position: int) -> i
     Raises:
         ManifestError, NotUpdatable: with `expected` None: the newest version cannot be read, or takes no
             deltas.
+        CheckpointError: with `expected` None: its manifest is a pointer of Git LFS.
         TargetBusy: another process held the model's lock for a minute.
         OSError: the lock's file cannot be opened.
         TargetNotWritable, DiskFull, PublishError: the hold cannot be written, or not be synced to disk.
@@ -72,7 +73,10 @@ def did_fail(log: DeltaLog, position: int) -> bool:
 
 
 def _last_rollback(log: DeltaLog) -> list[int]:
-    """The position of the canary's newest rollback, as a list; [] if there is none since the oldest base."""
+    """The position of the canary's newest rollback, as a list; [] if there is none since the oldest base.
+
+    Rollbacks whose manifests are damaged are left out.
+    """
     oldest = min(base.at.position for base in log.bases)
     ends = [delta.end for delta in _failed(log) if delta.end >= oldest]
     return [max(ends)] if ends else []

@@ -218,9 +218,10 @@ class ReservedPosition(Struct, frozen=True):
 
 
 class PublishedVersion(Struct, frozen=True):
-    """A version that was published; `removed` and `kept` are the older ones beyond `keep`.
+    """A version that was published, and the older ones that retention wanted to remove.
 
-    `warnings` are failures after readers could see the version.
+    `removed` has the numbers of those that it removed, `kept` the others and why. `warnings` are failures
+    after readers could see the version.
     """
 
     path: Path
@@ -260,7 +261,7 @@ class UnderLock(Struct, frozen=True):
     `is_ours`: the caller has the lock already, and has read the log under it. `permit` gets the log as it is
     under the lock, and raises if the delta may not be published. With `holds` the log is held at the delta's
     end from the instant in which readers can see the delta; or right after it, if a canary's hold keeps all
-    servers before the delta (`follows_canary`). `why` is the reason kept with the hold.
+    servers before the delta (`follows_canary`). `why` is the reason kept with the hold; None: none.
     """
 
     is_ours: bool = False
@@ -282,7 +283,9 @@ def reserve_position(model: Path, step: int | None) -> ReservedPosition:
 
     Raises:
         ManifestError: the newest version's manifest is damaged, or a directory cannot be listed.
-        VersionExists, PositionError: see `next_delta_position`.
+        CheckpointError: that manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        VersionExists: no number is left.
+        PositionError: it would be greater than any delta's.
     """
     versions = version_dirs(model)
     last, others = last_position(model, versions), taken(model)
@@ -404,9 +407,10 @@ def publish_delta(
     """Rename `staging.path` to the delta `<from>-<position>` of a log: whole, durable and immutable.
 
     `draft` has the start of the delta (`from_position`) and the manifest's other known fields; the manifest
-    is completed, signed if a key is in force, and written. `last` was the greatest position of the model when
-    the delta was made; None where that does not matter, as for a merger of published deltas. With
-    `under_lock.holds` the log's hold is set, too. An error of `under_lock.permit` is raised as it is.
+    is completed, signed if a key is in force, and written. `position` is the delta's end. `last` was the
+    greatest position of the model when the delta was made; None where that does not matter, as for a merger
+    of published deltas. With `under_lock.holds` the log's hold is set, too. An error of `under_lock.permit`
+    is raised as it is.
 
     Raises:
         PositionMoved: this delta is published already, or another process published meanwhile.
@@ -414,8 +418,9 @@ def publish_delta(
         NotUpdatable, ManifestError: the newest version takes no deltas any more, or cannot be read.
         NotTrusted: it would be signed, and the versions there are of several models, or of another one.
         VerificationError: the staged tree holds something that is neither a file nor a directory.
-        CheckpointError: a staged file is a pointer that Git LFS has not replaced.
-        TargetBusy, TargetNotWritable, DiskFull, PublishError: it could not be written; nothing was published.
+        CheckpointError: a staged file, or a manifest, is a pointer that Git LFS has not replaced.
+        TargetBusy, TargetNotWritable, DiskFull, PublishError: it could not be written; nothing was
+            published.
     """
     with writing(staging.model):
         held = None
@@ -486,7 +491,7 @@ def _identity(model: Path, versions: Sequence[VersionDir]) -> str:
     """Return the identity of a model: the one in the manifests of its versions, or else a new random one.
 
     `versions` are as `version_dirs` lists them. Raises NotTrusted if a signing key is in force, and the
-    versions are of several models.
+    versions are of several models; CheckpointError if a manifest cannot be fetched.
     """
     _require_one_model(model, versions)
     return next(iter(identities_of(versions)), "") or os.urandom(16).hex()
@@ -495,7 +500,8 @@ def _identity(model: Path, versions: Sequence[VersionDir]) -> str:
 def _require_one_model(model: Path, versions: Sequence[VersionDir]) -> None:
     """Raise NotTrusted if publications under `model` are signed here and its versions are of several models.
 
-    Without a signing key in force nothing is refused.
+    Without a signing key in force nothing is refused or read. CheckpointError if a manifest cannot be
+    fetched.
     """
     if signer_of(model) is not None and len(found := identities_of(versions)) > 1:
         raise several_models(model, found)
@@ -506,7 +512,7 @@ def _log_now(log: DeltaLog, last: int | None) -> DeltaLog:
 
     Raises PositionMoved if the newest version has another log, or `last` is not the model's greatest
     position; with `last` None neither is compared. Raises NotUpdatable or ManifestError if the newest version
-    takes no deltas, or cannot be read.
+    takes no deltas, or cannot be read; CheckpointError if its manifest cannot be fetched.
     """
     model = log.model
     versions = version_dirs(model)
@@ -530,10 +536,10 @@ def _require(model: Path, expected: int | None, found: int | None, *, is_same_lo
 
 
 def _sealed(staging: Staging) -> tuple[FileEntry, ...]:
-    """Seal the staged directory and return its files, sorted by path.
+    """Seal the staged directory and return an entry for each of its files, sorted by path.
 
-    They have a SHA-256 if a signing key is in force for the model. Raises VerificationError, PublishError and
-    its subclasses, CheckpointError and OSError as `seal`.
+    The entries have a SHA-256 if a signing key is in force for the model. Raises VerificationError,
+    PublishError and its subclasses, CheckpointError and OSError as `seal`.
     """
     files = seal(staging.path)
     if signer_of(staging.model) is None:
@@ -652,7 +658,11 @@ def _lock_in_turn(model: Path, lock: int, seconds: float) -> bool:
 
 
 def _locked(model: Path, *, is_ours: bool) -> AbstractContextManager[None]:
-    """A context manager that locks the model as `model_lock` does; with `is_ours` it does nothing."""
+    """A context manager that locks the model as `model_lock` does; with `is_ours` it does nothing.
+
+    It waits up to a minute. It raises TargetBusy if others hold the lock that long, OSError if the lock's
+    file cannot be opened.
+    """
     return nullcontext() if is_ours else model_lock(model)
 
 

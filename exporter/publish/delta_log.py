@@ -63,8 +63,12 @@ class LogBase(Struct, frozen=True):
     def read(cls, path: Path) -> LogBase:
         """Read the base in a version's directory.
 
-        Raises NotUpdatable if the version takes no deltas; ManifestError if its manifest cannot be read,
-        names another version, or (NotTrusted) is not signed by a key that is trusted there.
+        Raises:
+            NotUpdatable: the version takes no deltas.
+            ManifestError: its manifest cannot be read, or names another version; NotTrusted if no key
+                that is trusted there has signed it.
+            UsageError: keys are trusted there, and a file of keys cannot be read.
+            CheckpointError: the manifest is a pointer of Git LFS, or cannot be fetched from its store.
         """
         manifest = read_manifest(path)
         check_place(manifest, path)
@@ -86,8 +90,11 @@ class LogBase(Struct, frozen=True):
 
         Shards are opened when a reader is used.
 
-        Raises VerificationError if a signed file (other than a shard) differs, OSError if one cannot be read,
-        CheckpointError if the bundle is damaged or lists other tensors than the manifest.
+        Raises:
+            VerificationError: a signed file (other than a shard) differs.
+            OSError: a signed file cannot be read.
+            CheckpointError: the bundle is damaged, cannot be read, or lists other tensors than the
+                manifest.
         """
         from exporter.checkpoint.tensor_bundle import read_catalog
         from exporter.delta.row_reader import served_in
@@ -116,7 +123,8 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
         """The delta's manifest, read once.
 
         ManifestError if it cannot be read, is damaged, names another delta, or (NotTrusted) is not signed by
-        a key that is trusted there.
+        a key that is trusted there. CheckpointError if it is a pointer of Git LFS, or cannot be fetched from
+        its store.
         """
         manifest = read_manifest(self.path)
         check_place(manifest, self.path)
@@ -180,7 +188,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @property
     def lineage(self) -> str:
-        """The log's random id; "" if its newest base's manifest has none."""
+        """The log's random id; "" if its newest base's manifest has no id."""
         return self.base.manifest.lineage or ""
 
     @property
@@ -190,7 +198,10 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def bases(self) -> tuple[LogBase, ...]:
-        """The bases of the log that still exist and can be read, the newest first; read once."""
+        """The bases of the log that still exist and can be read, the newest first; read once.
+
+        CheckpointError if a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        """
         found = []
         for child in self.versions:
             if not child.has_manifest:
@@ -253,15 +264,18 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return plan_chain(self.deltas, start, target)
 
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
-        """Read a delta: its changes as memory maps, only of the variables named in `only` if that is given.
+        """Read a delta and verify its checksums; return its changes as memory maps.
 
-        Names that the delta does not change are ignored. The checksums of all returned values are verified.
+        With `only`, the changes are those of the variables named there, and only their checksums are
+        verified; names that the delta does not change are ignored.
 
         Raises:
             ManifestError, VerificationError: the manifest cannot be read, or a signed file differs.
-            CheckpointError: the delta's files are damaged, or not those of its name and manifest.
-            PositionError: the delta is of another log or schema.
+            CheckpointError: the delta's files are damaged, made for other variables, or not those of its
+                name and manifest.
+            PositionError: the delta is of another log (ForeignLineage).
             OSError: a signed file cannot be read.
+            DiskFull, PublishError: bytes fetched from a store cannot be kept.
         """
         from exporter.delta.delta_files import with_values
 
@@ -275,10 +289,18 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def row_numbers(self, delta: LogDelta, tables: Collection[str]) -> dict[str, Array]:
-        """Return the numbers of the rows in a delta (integers), by the name of their table.
+        """Return the numbers of the rows in a delta (int64, ascending), by the name of their table.
 
-        Of `tables`, those that the log does not have are left out. Checksums are verified; no row's values
-        are read. Raises as `DeltaLog.tensors`; CheckpointError also if the numbers are damaged.
+        `tables` are names of tables; those that the log does not have are left out. A table that the delta
+        does not change has an empty array. The numbers' checksums are verified; no row's values are read.
+
+        Raises:
+            ManifestError, VerificationError: the manifest cannot be read, or a signed file differs.
+            CheckpointError: the files or the numbers are damaged, or not those of the delta's name and
+                manifest.
+            PositionError: the delta is of another log (ForeignLineage).
+            OSError: a signed file cannot be read.
+            DiskFull, PublishError: bytes fetched from a store cannot be kept.
         """
         from exporter.delta.delta_files import row_numbers
 
@@ -292,10 +314,11 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
         Raises:
             ManifestError, VerificationError: the manifest cannot be read, or a signed file differs.
-            CheckpointError: the files are damaged; CorruptFile if positions or tensors differ from name and
-                manifest.
-            PositionError: the delta is of another log or schema.
+            CheckpointError: the files are damaged; UnsupportedFormat if they were made for other
+                variables, CorruptFile if positions or tensors differ from name and manifest.
+            PositionError: the delta is of another log (ForeignLineage).
             OSError: a signed file cannot be read.
+            DiskFull, PublishError: bytes fetched from a store cannot be kept.
         """
         from exporter.delta.delta_files import read_tensors
 
@@ -314,14 +337,15 @@ class DeltaLog(Struct, frozen=True, dict=True):
         """The values at a position (None: the newest).
 
         With `only`, no delta's changes of other variables are read: these have the values of the nearest base
-        before the position. All deltas from that base on are opened.
+        before the position. All deltas from that base on are opened, and their checksums verified.
 
         Raises:
             PositionUnknown: no base, with deltas, reaches the position.
-            PositionError: a delta is of another log or schema.
+            PositionError: a delta is of another log.
             ManifestError, VerificationError: a manifest cannot be read, or a signed file differs.
-            CheckpointError: the base or a delta is damaged.
+            CheckpointError: the base or a delta is damaged, or was made for other variables.
             OSError: a signed file cannot be read.
+            DiskFull, PublishError: bytes fetched from a store cannot be kept.
         """
         from exporter.delta.layered_state import LayeredState
 
@@ -386,7 +410,7 @@ def _hinted() -> Iterator[None]:
 
 
 def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) -> None:
-    """Read a delta's tensors and verify their checksums, or only those of variables named in `only`.
+    """Read a delta's tensors and verify their checksums; with `only`, of the variables named there.
 
     Raises CorruptFile if a checksum differs, another CheckpointError if a tensor cannot be read.
     """
@@ -422,6 +446,8 @@ def read_log(model: Path) -> DeltaLog:
     Raises:
         NotUpdatable: nothing is published, or the newest version takes no deltas.
         ManifestError: its manifest cannot be read, or a directory cannot be listed.
+        UsageError: keys are trusted there, and a file of keys cannot be read.
+        CheckpointError: the manifest is a pointer of Git LFS, or cannot be fetched from its store.
     """
     return log_of(model, version_dirs(model))
 
@@ -430,7 +456,10 @@ def log_of(model: Path, versions: Sequence[VersionDir]) -> DeltaLog:
     """Read the log of the newest of a model's versions, as listed by `version_dirs`.
 
     Raises:
-        NotUpdatable, ManifestError: as `read_log`.
+        NotUpdatable: there is no version with a manifest, or the newest one takes no deltas.
+        ManifestError: its manifest cannot be read, or the log's directory cannot be listed.
+        UsageError: keys are trusted there, and a file of keys cannot be read.
+        CheckpointError: the manifest is a pointer of Git LFS, or cannot be fetched from its store.
     """
     newest = newest_of(versions)
     if newest is None:
@@ -442,8 +471,13 @@ def log_of(model: Path, versions: Sequence[VersionDir]) -> DeltaLog:
 def logs_of(model: Path, versions: Sequence[VersionDir]) -> tuple[DeltaLog, ...]:
     """Return the logs of which a base is among a model's versions, the newest version's log first.
 
-    `versions` are as `version_dirs` lists them; those that take no deltas, or cannot be read, are skipped, as
-    are logs whose directory cannot be listed.
+    `versions` are as `version_dirs` lists them; those that take no deltas, or have a damaged or untrusted
+    manifest, are skipped, as are logs whose directory cannot be listed. The `base` of each log is the newest
+    of those left.
+
+    Raises:
+        CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        UsageError: keys are trusted there, and a file of keys cannot be read.
     """
     found: dict[int, DeltaLog] = {}
     for child in versions:

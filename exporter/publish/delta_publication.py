@@ -83,13 +83,16 @@ def publish_changes(
     under_lock: UnderLock = TAKING_THE_LOCK,
     check: Callable[[Catalog], object] | None = None,
 ) -> PublishedDelta:
-    """Write `changes`, by variable name, as the delta at `what.span` of `log`, and publish it.
+    """Write changes as a delta of `log`, and publish it.
 
-    `check` gets the written delta's catalog before it is published; its errors are raised as they are. `last`
-    and `under_lock`: see `publish_delta`.
+    `changes` are by variable name; `what` has the delta's span and its entry in the manifest. `check` gets
+    the written delta's catalog before it is published; its errors are raised as they are. `last` and
+    `under_lock`: see `publish_delta`.
 
     Raises:
         NotFinite: the log's model would refuse it; nothing was published.
+        ValueError: a change does not fit its variable, or the log has no such variable.
+        CheckpointError: the written delta cannot be read again, or a manifest cannot be fetched.
         UsageError, PositionError, ManifestError, VerificationError: see `publish_delta` (PositionMoved,
             NotUpdatable, NotTrusted among them); nothing was published.
         TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
@@ -113,11 +116,11 @@ def publish_written(
 ) -> PublishedDelta:
     """Publish the staged delta, which holds `rows` rows of all tables and has `header_of` as its header.
 
-    `last` and `under_lock`: see `publish_delta`. If the log's model wants finite values, the caller has
-    checked them (`exporter.publish.finite`).
+    `what` has the delta's span and its entry in the manifest. `last` and `under_lock`: see `publish_delta`.
+    If the log's model wants finite values, the caller has checked them (`exporter.publish.finite`).
 
     Raises:
-        CheckpointError: the staged delta's index cannot be read.
+        CheckpointError: the staged delta's index cannot be read, or a manifest cannot be fetched.
         UsageError, PositionError, ManifestError, VerificationError: see `publish_delta` (PositionMoved,
             NotUpdatable, NotTrusted among them); nothing was published.
         TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.

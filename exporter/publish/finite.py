@@ -70,7 +70,8 @@ def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hi
 
     Raises:
         NotFinite: the newest value of something in the deltas is not finite, and the model wants that.
-        ManifestError, VerificationError, CheckpointError, PositionError, OSError: as `DeltaLog.open`.
+        ManifestError, VerificationError: a delta's manifest cannot be read, or a signed file differs.
+        CheckpointError, PositionError, OSError: a delta is damaged, of another log, or cannot be read.
     """
     if log.base.entry.updates.finite:
         for name, rows in lasting(log, run).items():
@@ -81,10 +82,12 @@ def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
     """The numbers of the rows that are NaN or infinite at the end of a run of deltas, by variable name.
 
     `run` is oldest first. The numbers (int64) are ascending; the number of a variable that is not a table is
-    0. Variables without such rows are left out.
+    0. Variables without such rows are left out. A delta that is marked as checked is read only while a row
+    before it is not finite.
 
     Raises:
-        ManifestError, VerificationError, CheckpointError, PositionError, OSError: as `DeltaLog.open`.
+        ManifestError, VerificationError: a delta's manifest cannot be read, or a signed file differs.
+        CheckpointError, PositionError, OSError: a delta is damaged, of another log, or cannot be read.
     """
     left: dict[str, Array] = {}
     for delta in run:
@@ -120,8 +123,8 @@ def refused(log: DeltaLog, delta: LogDelta) -> bool:
     A delta marked as checked is not read.
 
     Raises:
-        ManifestError: its manifest cannot be read.
-        VerificationError, CheckpointError, PositionError, OSError: as `DeltaLog.open`.
+        ManifestError, VerificationError: its manifest cannot be read, or a signed file differs.
+        CheckpointError, PositionError, OSError: the delta is damaged, of another log, or cannot be read.
     """
     wanted = log.base.entry.updates.finite and not delta.entry.finite
     return wanted and any(True for _ in _not_finite(log, log.open(delta).changes))

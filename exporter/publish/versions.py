@@ -102,7 +102,7 @@ def _is_model(path: Path) -> bool:
 
 
 def models_in(directory: Path) -> list[str]:
-    """The names of the models in a directory, sorted; none if it cannot be read."""
+    """The names of the models in a directory, sorted; none if the directory or a model cannot be read."""
     try:
         return sorted(child.name for child in directory.iterdir() if _is_model(child))
     except (OSError, ExportError):
@@ -156,8 +156,8 @@ def served_version(name: str) -> int | None:
 def version_dirs(model: Path) -> tuple[VersionDir, ...]:
     """Return everything in a model base path that TensorFlow Serving takes for a version, the newest first.
 
-    Plain files count, too; () if the path does not exist. ManifestError if it, or a version in it, cannot be
-    looked at.
+    "Newest" is the greatest number. Plain files count, too; () if the path does not exist. ManifestError if
+    it, or a version in it, cannot be looked at.
     """
     found = []
     for entry in _entries(model):
@@ -249,7 +249,12 @@ def identities_of(versions: Iterable[VersionDir]) -> tuple[str, ...]:
     """Return the identities of the models to which versions belong, in the order of the versions, each once.
 
     There is one, unless versions of another model were put there; () if all are of earlier releases, which
-    have no identity. Versions are as `version_dirs` lists them; those that cannot be read are skipped.
+    have no identity. Versions are as `version_dirs` lists them; those with a damaged or untrusted manifest
+    are skipped.
+
+    Raises:
+        CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        UsageError: keys are trusted there, and a file of keys cannot be read.
     """
     found: dict[str, None] = {}
     for child in versions:
@@ -278,6 +283,8 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
     Raises:
         ManifestError: the manifest of the newest base is damaged, so that its position is unknown; or a
             directory cannot be listed.
+        NotTrusted, UsageError, CheckpointError: that manifest is refused or cannot be fetched: see
+            `read_manifest`.
     """
     versions = tuple(versions)
     newest = newest_of(versions)
@@ -288,8 +295,9 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
 def unread_positions(versions: Iterable[VersionDir]) -> list[int]:
     """The numbers of versions without a manifest that are newer than every version with one, newest first.
 
-    Such a version may be a base that has lost its manifest. A base's number is its position: a server that
-    has loaded it would take another publication at that position for it.
+    `versions` are as `version_dirs` lists them. Such a version may be a base that has lost its manifest. A
+    base's number is its position: a server that has loaded it would take another publication at that position
+    for it.
     """
     unread = takewhile(lambda child: not child.has_manifest, versions)
     return [child.version for child in unread if child.version >= 0]
@@ -348,6 +356,7 @@ def read_manifest(directory: Path) -> Manifest:
         NotTrusted: keys are trusted there, and none of them has signed it (`exporter.publish.signing`).
         UsageError: keys are trusted there, and a file of keys cannot be read.
         CheckpointError: it is a pointer of Git LFS, or an object of a store that cannot be fetched.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     path = directory / MANIFEST_FILE
     return _manifests.of(path, _read) if trust_of(directory) is None else _read(path)
@@ -411,7 +420,8 @@ def read_head(directory: Path) -> ManifestHead:
     """Return the head of a version's or delta's manifest: its position and time of publication, among others.
 
     Raises:
-        ManifestError, NotTrusted, UsageError, CheckpointError: as `read_manifest`.
+        ManifestError: there is none, it cannot be read, it is too long, or its head is damaged.
+        NotTrusted, UsageError, CheckpointError, DiskFull, PublishError: as `read_manifest`.
     """
     with _open_manifest(directory) as (descriptor, path):
         return _parse(descriptor, path, head_from_json)
@@ -423,9 +433,9 @@ def lease(version: Path) -> Iterator[Manifest]:
 
     The lease is a shared lock (flock) of the version's manifest; it ends with the block or with the process.
 
-    Raises:
+    Raises (on entry):
         ManifestError: the version vanished or is vanishing, or its manifest is damaged.
-        NotTrusted, UsageError, CheckpointError: as `read_manifest`.
+        NotTrusted, UsageError, CheckpointError, DiskFull, PublishError: as `read_manifest`.
         OSError: the file system has no locks.
     """
     with _open_manifest(version) as (descriptor, path):
@@ -448,7 +458,11 @@ def _open_manifest(directory: Path) -> Iterator[tuple[int, Path]]:
 
 
 def unread_manifest(path: Path, what: str, exc: OSError) -> ManifestError:
-    """The error for a manifest that cannot be "opened" or "read"; its hint: remove only what is damaged."""
+    """The error for a manifest that an OSError kept from being "opened" or "read", as `what` says.
+
+    If that leaves the manifest's bytes unknown (no permission, a failing disk), the hint is to make it
+    readable; otherwise the hint is the one for damage.
+    """
     hint = MAKE_READABLE if is_unread(exc) else ""
     return ManifestError(f"{path} cannot be {what}", cause=exc.strerror or str(exc), hint=hint)
 
@@ -480,11 +494,12 @@ class _Keys(NamedTuple):
 def in_force(
     model: Path, signer: Signer | None = None, trust: Trust | None = None, *, unsigned: bool = False
 ) -> Iterator[None]:
-    """During the block, sign publications under a base path, and read only those that `trust` accepts.
+    """During the block, sign publications under a base path, and accept only those signed by trusted keys.
 
-    `signer` is the key that signs; None: nothing is signed. `trust` None: everything is read. `unsigned`: a
-    publication after a signed one may be published without a key. Blocks of several threads may overlap, and
-    count for the whole process: the keys of each are in force until that block ends.
+    `signer` is the key that signs; None: nothing is signed. `trust` has the trusted keys; None: everything is
+    accepted. `unsigned`: a publication after a signed one may be published without a key. Blocks of several
+    threads may overlap, and count for the whole process: the keys of each are in force until that block ends;
+    of several keys, the newest block's count.
     """
     place = os.path.abspath(model)  # noqa: PTH100  `resolve` follows links
     keys = _Keys(signer, trust, unsigned)
@@ -522,8 +537,11 @@ def _keys_of(place: str) -> _Keys:
 def pinned_identity(model: Path) -> str | None:
     """Return the identity of the only model from which a copy accepts publications; None if none is pinned.
 
+    It is read from a file in the model's directory.
+
     Raises:
-        NotTrusted: one is pinned, and cannot be read or is not one.
+        NotTrusted: the file cannot be read, or does not hold an identity.
+        LfsPointer: the file is a pointer of Git LFS.
     """
     path, cause = model / IDENTITY_FILE, "it is no identity"
     try:
@@ -555,10 +573,11 @@ def is_trusting(model: Path) -> bool:
 
 
 def require_signer(model: Path, newest: Manifest) -> None:
-    """Refuse to publish without a key after the signed publication `newest`, unless `unsigned` permits it.
+    """Refuse to publish without a key after the signed publication `newest`, unless `in_force` permits it.
 
     Raises:
-        UsageError: there is no key; readers that trust keys would ignore this publication and all later ones.
+        UsageError: no key is in force for the model; readers that trust keys would ignore this
+            publication and all later ones.
     """
     keys = _keys_of(os.path.abspath(model))  # noqa: PTH100
     if newest.signature is not None and keys.signer is None and not keys.unsigned:
@@ -588,12 +607,13 @@ def trust_of(directory: Path) -> tuple[Trust, str] | None:
 def require_signed_bytes(directory: Path, manifest: Manifest, *, but_shards: bool = False) -> None:
     """Compare a version's or delta's files with their signed digests, if keys are trusted there.
 
-    Call it before the bytes are used; `but_shards` skips shards whose values are not used. Without trusted
-    keys nothing is read.
+    Call it before the bytes are used; `but_shards` skips data shards, whose values are then not used. Files
+    without a digest are not compared. Without trusted keys nothing is read.
 
     Raises:
         VerificationError: a file differs.
         OSError, CheckpointError: a file cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     if trust_of(directory) is not None:
         from exporter.publish.signing import verify_digests
@@ -608,7 +628,9 @@ def require_trusted(content: bytes, directory: Path) -> None:
     `directory` is the version's or the delta's. If no keys are trusted there, every manifest is accepted.
 
     Raises:
-        NotTrusted, UsageError: see `Trust.check`.
+        NotTrusted: it is not signed, or by another key, for another model or path, or it was altered.
+        UsageError: a file of keys cannot be read or holds anything but public keys, or the library is not
+            installed.
     """
     if (found := trust_of(directory)) is not None:
         trust, path = found
@@ -628,7 +650,7 @@ def delta_names(log: Path) -> list[tuple[str, int, int]]:
 
 @lru_cache(maxsize=_MOST_NAMES)
 def delta_named(name: str) -> tuple[str, int, int] | None:
-    """Return a delta's name (that of its directory), start and end; None for a name that is not a delta's."""
+    """Return the name, start and end of the delta whose directory has this name; None for any other name."""
     match = _DELTA.fullmatch(name)
     if match is None:
         return None
