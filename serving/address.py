@@ -28,7 +28,8 @@ def with_port(address: str) -> str:
     `localhost` becomes `localhost:8500`, `[::1]` and `::1` become `[::1]:8500`; `unix:/tmp/socket` stays.
 
     Raises:
-        UsageError: a server cannot have this address. gRPC would wrap port 99999 to another port.
+        UsageError: it is neither HOST nor HOST:PORT with a port of 1 to 65535. gRPC would wrap port 99999 to
+            another port.
     """
     if _OF_GRPC.fullmatch(address):
         return address
@@ -50,9 +51,10 @@ def with_port(address: str) -> str:
 
 
 def _meant(address: str) -> str:
-    """Return the address that was probably meant, with an explanation, for a hint after "write".
+    """Return the end of a hint that begins with "write": the address probably meant, often explained.
 
-    From a URL it is host and port, with gRPC's port in place of REST's; otherwise an example.
+    Of a URL the address is host and port, with gRPC's port in place of REST's; of HOST:PORT:MORE it is
+    HOST:PORT. Without either, the text has two examples.
     """
     found = re.match(rf"https?://({_HOST})(:[0-9]+)?(?:/|$)", address)
     if found and found[2] == f":{_REST_PORT}":
@@ -65,9 +67,9 @@ def _meant(address: str) -> str:
 
 
 def to_reach(address: str, *, is_unknown: bool = False) -> str:
-    """Return a hint for an address at which no server answers.
+    """Return a hint for an address, HOST:PORT, at which no server answers.
 
-    With `is_unknown` its host name does not resolve.
+    `is_unknown`: its host name does not resolve.
     """
     host, _, port = address.rpartition(":")
     if is_unknown:

@@ -32,17 +32,18 @@ Run = Callable[[Model, Proto, Proto, Inference], None]
 
 
 class Calls:
-    """TF Serving's calls on the models of a server. Each raises StatusError, or the graph's own error."""
+    """TF Serving's calls on the models of a server. Each raises StatusError, or TensorFlow's own errors."""
 
     def __init__(self, models: ServedModels, how: Inference = DEFAULT_INFERENCE) -> None:
         self.models = models
         self.how = how
 
     def predict(self, request: Proto, timeout_ms: int | None = None) -> Proto:
-        """Run a signature on tensors; return a `PredictResponse`.
+        """Run a signature on the tensors of a `PredictRequest`; return a `PredictResponse`.
 
-        `timeout_ms` limits the run, None does not. StatusError if the model or signature does not exist, or
-        the request does not fit; TensorFlow's own errors pass.
+        TensorFlow stops the run after `timeout_ms`; None sets no limit. StatusError if the model, version,
+        label or signature is not available, or the request does not fit the signature; TensorFlow's own
+        errors (`tf.errors.OpError`) pass.
         """
         return self._infer(predict, message_class("serving.PredictResponse")(), request, timeout_ms)
 
@@ -51,30 +52,34 @@ class Calls:
     ) -> dict[str, NDArray[Any]]:
         """Run a signature of a borrowed model on arrays, by input name; return arrays by output name.
 
-        `timeout_ms` limits the run, None does not. Errors as `predict`.
+        "" as `signature` is the default one; an input with a default may be left out. TensorFlow stops the
+        run after `timeout_ms`; None sets no limit. StatusError if there is no such signature, or the inputs
+        do not fit it; TensorFlow's own errors pass.
         """
         return predict_arrays(model, signature, inputs, self.within(timeout_ms))
 
     def classify(self, request: Proto, timeout_ms: int | None = None) -> Proto:
-        """Run a classify signature on examples; return a `ClassificationResponse`.
+        """Run a classify signature on a request's examples; return a `ClassificationResponse`.
 
-        `timeout_ms` limits the run, None does not. Errors as `predict`.
+        `timeout_ms` and errors are as for `predict`; StatusError, too, if the signature lacks the tensors of
+        a classification.
         """
         return self._infer(classify, message_class("serving.ClassificationResponse")(), request, timeout_ms)
 
     def regress(self, request: Proto, timeout_ms: int | None = None) -> Proto:
-        """Run a regress signature on examples; return a `RegressionResponse`.
+        """Run a regress signature on a request's examples; return a `RegressionResponse`.
 
-        `timeout_ms` limits the run, None does not. Errors as `predict`.
+        `timeout_ms` and errors are as for `predict`; StatusError, too, if the signature lacks the tensors of
+        a regression.
         """
         return self._infer(regress, message_class("serving.RegressionResponse")(), request, timeout_ms)
 
     def multi_inference(self, request: Proto, timeout_ms: int | None = None) -> Proto:
-        """Run several classify and regress signatures on the same examples; return a
-        `MultiInferenceResponse`.
+        """Run several classify and regress signatures on one input; return a `MultiInferenceResponse`.
 
-        Its results have the order of the request's tasks; `timeout_ms` limits the run, None does not. Errors
-        as `predict`; StatusError, too, without tasks, for tasks of several models, and for other methods.
+        Its results have the order of the request's tasks. `timeout_ms` and errors are as for `predict`;
+        StatusError, too, if there is no task, or tasks name several models, one signature twice, or another
+        method.
         """
         if not request.tasks:
             raise invalid("ModelSpec has no name specified.")  # TF Serving reads the spec of the first task
@@ -89,7 +94,7 @@ class Calls:
         """Return the signatures of a version as a `GetModelMetadataResponse`.
 
         StatusError if no field or another one than `signature_def` is requested, or the model, version or
-        label is absent.
+        label is not available.
         """
         _require_spec(request)
         if not request.metadata_field:
@@ -108,10 +113,10 @@ class Calls:
         return response
 
     def status(self, request: Proto) -> Proto:
-        """Return the state of each version of a model, newest first, as a `GetModelStatusResponse`.
+        """Return the state of each version of a model, the newest first, as a `GetModelStatusResponse`.
 
-        If the request names a version or label, it is only that one. StatusError if the model, version or
-        label does not exist, or no model is named.
+        If the request names a version or label, the response has only this version. StatusError if the model,
+        version or label is unknown.
         """
         _require_spec(request)
         response = message_class("serving.GetModelStatusResponse")()
@@ -122,11 +127,12 @@ class Calls:
         return response
 
     def configure(self, request: Proto, timeout_seconds: float, is_wanted: Callable[[], bool]) -> Proto:
-        """Serve other models, versions or labels; return a `ReloadConfigResponse` when every new model is
-        available.
+        """Serve exactly the models of a `ReloadConfigRequest`, and wait until every new one is available.
 
-        `is_wanted` returns False once the client no longer waits. StatusError if the configuration is
-        refused, or a model is not available within `timeout_seconds`.
+        Returns an empty `ReloadConfigResponse`. `is_wanted` is called about once a second, and returns False
+        once the client no longer waits. StatusError if the configuration is refused, which changes nothing;
+        or, while the configuration stays in effect, if a new model is not available within `timeout_seconds`,
+        cannot be loaded, or is no longer waited for.
         """
         if request.config.WhichOneof("config") != "model_config_list":
             raise invalid(

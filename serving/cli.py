@@ -294,11 +294,12 @@ def update(
 
 
 def _position(named: str, published: Path | None, trusting: Trusting) -> int:
-    """Return the position in `--up-to`, -1 for the newest published one; a name is looked up in `published`.
+    """Return the position that `--up-to` names: a number as it is, -1 (the newest) included.
 
-    With `trusting` only signed publications count. UsageError for a name without a model in which to look it
-    up; PositionUnknown if the model has no such name, NotUpdatable if it has no publications, other
-    ExportErrors if it cannot be read.
+    Another name is looked up in the model at `published`, of which with trusted keys only signed publications
+    count. UsageError if `published` is None, the name is malformed, or a key cannot be used; PositionUnknown
+    if the model has no such name, NotUpdatable if nothing is published; NotTrusted, ManifestError,
+    CheckpointError, PublishError, PositionMoved or OSError if the model cannot be read.
     """
     if re.fullmatch("-1|[0-9]{1,18}", named, re.ASCII):
         return int(named)
@@ -316,9 +317,11 @@ def _position(named: str, published: Path | None, trusting: Trusting) -> int:
 
 @contextmanager
 def _trusted(published: Path | None, trusting: Trusting) -> Iterator[PublishedModel]:
-    """Yield the model at `published`, read with trusted keys in force: only signed publications.
+    """Yield the model at `published`, with the publications signed by trusted keys only.
 
-    UsageError if no model is named; ExportError if it cannot be read.
+    The keys are in force in the whole process until the block ends. UsageError if `published` is None or a
+    key cannot be used; NotUpdatable if nothing is published; NotTrusted, ManifestError, CheckpointError,
+    PublishError, PositionMoved or OSError if the model cannot be read.
     """
     from exporter.publish.model import Model
     from exporter.transfer.opened import opened
@@ -375,7 +378,8 @@ def serve_model(own_version: VersionOption = False) -> None:
 def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Return the arguments with TensorFlow Serving's flags for `run` replaced, and notes on ignored flags.
 
-    Arguments of other commands are unchanged.
+    Arguments of other commands are unchanged, without notes. UsageError for a flag that is not supported, or
+    whose value is missing or wrong.
     """
     if arguments[:1] != ["run"]:
         return arguments, []
@@ -398,9 +402,10 @@ _FROM_STDIN = "the request itself goes to standard input: echo '...' | serve-mod
 
 
 def _content(path: Path) -> str:
-    """Return the text of a file, or of a pipe such as a shell's <(command).
+    """Return the text of a file, or of a pipe such as a shell's <(command), which is read to its end.
 
-    OSError or CheckpointError if it cannot be read or is too large, ValueError if it is not UTF-8.
+    OSError if it cannot be read or has more than 1 GiB, LfsPointer if it is a pointer of Git LFS, ValueError
+    if it is not UTF-8.
     """
     from exporter.storage.files import read_given
 
@@ -433,11 +438,11 @@ def _request(source: str) -> dict[str, Any]:
 def _ask(
     client: ModelClient, metadata: Metadata, name: str, version: int | None, request: dict[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """Send the request; return the response in REST's form, and the version that computed it.
+    """Send a request; return the response in REST's form, and the version that computed it.
 
-    `name` is the signature's; `version` None asks the newest. UsageError if the signature does not exist, or
-    the request does not fit it; CallFailed if the server does not respond or refuses, ServerError if the
-    response has no JSON.
+    `name` is the signature's, looked up in `metadata`; `request` is in REST's form. `version` is the one to
+    ask; None: the newest. UsageError if the signature does not exist, or the request does not fit it;
+    CallFailed if the server does not respond or refuses; ServerError if JSON has no form for the response.
     """
     from exporter.wire.rest_json import examples_input, predict_inputs
     from serving import rest_response

@@ -114,11 +114,11 @@ class ModelClient:
 
         Args: address: `host:port` of the server's gRPC port; the default port is 8500. model: the model's
         name on the server. deadline_s: a call without a response fails after so many seconds. access: files
-        for TLS, the client's certificate and a token. most_answer_bytes: a longer answer is refused, and so
-        is one whose shapes ask for more memory.
+        for TLS, the client's certificate and a token. most_answer_bytes: a longer answer fails the call.
 
         Raises:
             UsageError: one of these files cannot be used, or a server cannot have this address.
+            LfsPointer: one of them is a pointer of Git LFS.
         """
         self.address = address = with_port(address)
         self.model = model
@@ -141,8 +141,9 @@ class ModelClient:
         version to ask; the newest available one by default. outputs: the outputs to fetch; all by default.
 
         Raises:
-            CallFailed: the server did not respond, or refused the call.
-            ValueError: an input has a type that TensorFlow does not have.
+            CallFailed: the server did not respond, refused the call, or did not answer as a model server.
+            ValueError: an input has a type that TensorFlow does not have; or the client is closed.
+            TypeError: an array of objects has an item that is neither `str` nor `bytes`.
         """
         return self.predict_as(_whole, inputs, signature=signature, version=version, outputs=outputs)
 
@@ -155,12 +156,12 @@ class ModelClient:
         version: int | None = None,
         outputs: Iterable[str] = (),
     ) -> T:
-        """Run a signature as `predict`, and return the result of `read` on the answer.
+        """Run a signature as `predict` does, pass the answer to `read`, and return the result of `read`.
 
         Raises:
             CallFailed: as `predict`; also if `read` raises ValueError, TypeError, LookupError or the like
                 because the answer is not as expected.
-            ValueError: as `predict`.
+            ValueError, TypeError: as `predict`, before anything is sent.
         """
         request = self._request("serving.PredictRequest", version, signature)
         for name, value in inputs.items():
@@ -182,7 +183,7 @@ class ModelClient:
         `version` is the newest available one by default.
 
         Raises:
-            CallFailed: the server did not respond, or refused the call.
+            CallFailed: the server did not respond, refused the call, or did not answer as a model server.
         """
         request = self._request("serving.ClassificationRequest", version, signature)
         request.input.CopyFrom(input_)
@@ -205,7 +206,7 @@ class ModelClient:
         `version` is the newest available one by default.
 
         Raises:
-            CallFailed: the server did not respond, or refused the call.
+            CallFailed: the server did not respond, refused the call, or did not answer as a model server.
         """
         request = self._request("serving.RegressionRequest", version, signature)
         request.input.CopyFrom(input_)
@@ -226,7 +227,7 @@ class ModelClient:
 
         Raises:
             KeyError: `request` is of another kind.
-            CallFailed: the server did not respond, or refused the call.
+            CallFailed: the server did not respond, refused the call, or did not answer as a model server.
         """
         kind = request.DESCRIPTOR.name
         method, response = _REPLAYED[kind]
@@ -237,13 +238,14 @@ class ModelClient:
         self._call("PredictionService", method, copy, response, _whole)
 
     def metadata(self, version: int | None = None, *, label: str | None = None) -> Metadata:
-        """Return the signatures of a version, or of the version that a label names; without both, of the
-        newest available one.
+        """Return the signatures of an available version, and its number.
 
-        With both, the label is asked for, and must name that version.
+        It is the version with this number, or the one that the label names; without both, the newest. With
+        both, the label is sent, and must name `version`.
 
         Raises:
-            CallFailed: the server did not respond, or refused the call.
+            CallFailed: the server did not respond, has no such version available, or did not answer as a
+                model server; or the label names another version.
         """
         request = self._request("serving.GetModelMetadataRequest", version)
         if label is not None:
@@ -258,12 +260,13 @@ class ModelClient:
         )
 
     def status(self, version: int | None = None, *, deadline_s: float | None = None) -> list[VersionStatus]:
-        """Return the state of each version, or only of `version`, the newest first.
+        """Return the state of each version of the model, the newest first; or only of `version`, if given.
 
-        `deadline_s` is the client's unless given.
+        There is at least one. `deadline_s` is the client's by default.
 
         Raises:
-            CallFailed: the server did not respond, or does not know the model or version.
+            CallFailed: the server did not respond, does not know the model or version (code NOT_FOUND), or
+                did not answer as a model server.
         """
         request = self._request("serving.GetModelStatusRequest", version)
         response = "serving.GetModelStatusResponse"
@@ -275,7 +278,8 @@ class ModelClient:
         """Return the available version that a label names; None if the server answers that there is none.
 
         Raises:
-            CallFailed: the server did not respond, or refused for another reason.
+            CallFailed: the server did not respond, refused for another reason, or did not answer as a model
+                server.
         """
         try:
             return self.metadata(label=label).version
@@ -287,10 +291,12 @@ class ModelClient:
     def configure(self, config: Proto, deadline_s: float) -> None:
         """Send a `ModelServerConfig`: afterwards the server serves exactly the listed models.
 
-        It returns once all new models are available, for at most `deadline_s`.
+        Waits until all new models are available, for at most `deadline_s`.
 
         Raises:
-            CallFailed: the server did not respond in time, refused it, or cannot serve a new model.
+            CallFailed: the server did not respond in time, refused the configuration, or cannot serve a new
+                model; by its code, UNAVAILABLE, DEADLINE_EXCEEDED or UNKNOWN, the server may have accepted
+                the configuration.
         """
         request = message_class("serving.ReloadConfigRequest")()
         request.config.CopyFrom(config)
@@ -317,7 +323,7 @@ class ModelClient:
             raise CallFailed(error.code, message, cause=error.cause, hint=hint) from error
 
     def close(self) -> None:
-        """Close the channel; later calls fail, with ValueError. May be called repeatedly."""
+        """Close the channel; later calls raise ValueError. May be called repeatedly."""
         self._connection.channel.close()
 
     def __enter__(self) -> Self:
@@ -344,11 +350,12 @@ class ModelClient:
         *,
         deadline_s: float | None = None,
     ) -> T:
-        """Send a request, and return the result of `read` on the answer; answers are read nowhere else.
+        """Send a request, pass the answer to `read`, and return the result of `read`.
 
         `service` and `method` are names without a package, `response` is the answer's message type;
-        `deadline_s` is the client's unless given. CallFailed if the server did not respond, refused, or did
-        not answer as a model server does.
+        `deadline_s` is the client's by default. CallFailed if the server did not respond, refused, or did not
+        answer as a model server does: the answer is too long or does not parse, or `read` raises an error of
+        `_NOT_READ`. ValueError if the client is closed.
         """
         import grpc
         from google.protobuf.message import DecodeError
@@ -383,10 +390,10 @@ class ModelClient:
             ) from error
 
     def _reconnect(self, failed: _Connection) -> None:
-        """Open a new channel if certificate files were replaced since `failed` was opened.
+        """Open a new channel if certificate files were replaced since the connection `failed` was opened.
 
-        In a process that runs for weeks certificates expire. Unusable files are ignored until the next
-        failing call.
+        In a process that runs for weeks certificates expire. Files that cannot be used are ignored until the
+        next failing call; but LfsPointer is raised if one is now a pointer of Git LFS.
         """
         if failed is self._connection and failed.identity != identity(self._access):
             with suppress(
@@ -400,9 +407,10 @@ class ModelClient:
         return f"serve-model status {self.address} --model-name {quoted(self.model)}"
 
     def _failed(self, method: str, code: str, details: str, served: Sequence[str]) -> CallFailed:
-        """The error for a refused call; for one on a model without a loaded version, asks for its state.
+        """Return the error for a call of `method` that ended with the status `code` and the message `details`.
 
-        `served` are the names of the server's models, if it lists them.
+        `served` are the names of the server's models, empty if it does not list them. If the model has no
+        loaded version, the server is asked for its status first, within one more deadline.
         """
         cause = f"{code}: {_GRAPH_PLACE.sub('', details).strip()}"
         hint = _HINTS.get(code, f"see what it serves: {self.status_command}")
@@ -436,7 +444,8 @@ class ModelClient:
     def _not_loaded(self, found: Sequence[VersionStatus], served: Sequence[str]) -> tuple[str, str]:
         """Return message and hint for a model without a loaded version.
 
-        `found` are its versions, none if the server knows none; `served` as in `_failed`.
+        `found` are its versions on the server, the newest first, empty if the server knows none; `served` is
+        as for `_failed`.
         """
         shows = f"this shows its versions: {self.status_command}"
         if found:

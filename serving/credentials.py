@@ -30,7 +30,9 @@ _LONGEST_TOKEN = 16 << 10
 def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
     """Return a channel to a model server; it sends nothing before the first call.
 
-    `options` are gRPC's channel arguments. Errors are those of `channel_credentials`.
+    `address` is HOST:PORT or a name that gRPC resolves; `options` are gRPC's channel arguments. UsageError if
+    options of `access` exclude each other, or a file of it cannot be used; LfsPointer if a file is a pointer
+    of Git LFS.
     """
     import grpc
 
@@ -43,8 +45,9 @@ def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str
 
 
 def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
-    """Return the credentials of a channel; None without TLS. All files are read now, so that errors come
-    early.
+    """Return the credentials of a client's channel; None without TLS.
+
+    All files are read now, so that errors come early; that of a token is read again for each call.
 
     Raises:
         UsageError: options exclude each other, or a file cannot be read or has other content.
@@ -69,7 +72,7 @@ def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
 def identity(access: ServerAccess) -> tuple[object, ...]:
     """Return a value that changes when the file of a certificate, key or authority is replaced.
 
-    A file that is missing is no error. The file of a token is left out: it is read for each call.
+    A missing file is not an error. The file of a token is left out: it is read for each call.
     """
     files = filter(None, (access.grpc_ca, access.grpc_cert, access.grpc_key))
     return tuple(identity_of(Path(file)) for file in files)
@@ -131,9 +134,9 @@ def _no_password() -> NoReturn:
 
 
 def _authorization(file: str) -> Callable[[Any, Callable[..., None]], None]:
-    """Return the plugin that gRPC calls for each RPC; it reads the file again, to use a new token.
+    """Return the plugin by which gRPC gets the token for each call; it reads the file each time.
 
-    A file without a token fails the call.
+    So a new token is used at once. A call fails if the file has no token.
     """
 
     def authorize(context: Any, callback: Callable[..., None]) -> None:
@@ -179,9 +182,9 @@ def _not_pem(option: str, file: str, error: Exception) -> NoReturn:
 def server_credentials(path: Path) -> grpc.ServerCredentials:
     """Return the credentials of a port: the server's key and certificate, and the authority of its clients.
 
-    `path` is an `SSLConfig` in text form. Clients must present a certificate of `custom_ca` if it has
-    `client_verify`; otherwise none is asked for. UsageError if the file, or a key or certificate in it,
-    cannot be used.
+    They are read from the file `path`, an `SSLConfig` in text form. With its `client_verify`, clients must
+    present a certificate that the authority `custom_ca` has signed; otherwise none is requested. UsageError
+    if the file, or a key or certificate in it, cannot be used; LfsPointer if it is a pointer of Git LFS.
     """
     import grpc
 

@@ -38,15 +38,18 @@ def known_example(
 ) -> dict[str, Any]:
     """Return a request as `example` does, with values from the files of a version below a model base path.
 
-    It is a request of the version's warm-up, or has values from its vocabularies and tables. `name` is the
-    signature's; `client` is asked only if the version is not there, for the error's hint.
+    It is a request of the version's warm-up, or has values from its vocabularies and tables. `signature` is
+    what the server says, `name` its name. `client` is asked only if the version is not below the base path,
+    for the error's hint.
 
     Raises:
-        UsageError: as `example`; or the version is not there, or has another signature of that name.
-        ManifestError: the base path cannot be listed.
+        UsageError: as `example`; or the version is not there, or its own signature of that name differs.
         CallFailed: the version is not there, and the server does not respond.
-        CheckpointError, GraphError: its files are damaged.
-        ManifestError: it is being removed, or its manifest is damaged.
+        CheckpointError, GraphError: files of the version are damaged.
+        ManifestError: the base path cannot be listed; or the version is being removed, or its manifest is
+            damaged.
+        OSError: a file of the version cannot be read.
+        ValueError: a tensor of the warm-up request is damaged, or fills more than 1 MiB of its shape.
     """
     from exporter.publish.version_examples import example_of
     from exporter.publish.versions import version_dirs
@@ -88,12 +91,12 @@ def _absent(
 def example(signature: Proto, name: str, known: Mapping[str, Sequence[Any]] = _NOTHING) -> dict[str, Any]:
     """Return a request in REST's JSON: one row if inputs and outputs have rows, otherwise whole inputs.
 
-    Numbers are zero and texts empty, except for inputs with `known` values, used in turn; unknown sizes are
-    1. `name` is the signature's; the default one is not named in the request.
+    Numbers are zero and texts empty, except in inputs with `known` values (by input name), which are used in
+    turn; unknown sizes are 1. `name` is the signature's; the request does not name the default one.
 
     Raises:
-        UsageError: it takes serialised Examples, whose features it does not name, a type without JSON, or too
-            many values.
+        UsageError: the signature classifies or regresses, so that it takes Examples of unknown features; or
+            an input has a type without JSON, or more than 2^20 values.
     """
     method = signature.method_name.rpartition("/")[2]
     if method in ("classify", "regress"):
@@ -115,8 +118,9 @@ def _named(name: str) -> dict[str, Any]:
 
 
 def _has_rows(signature: Proto) -> bool:
-    """Return True if all inputs and outputs begin with a dimension of unknown size; outputs of unknown rank
-    pass.
+    """Return True if all inputs and outputs begin with a dimension of unknown size.
+
+    Outputs of unknown rank do not count.
     """
     answers = [_shape(info) for info in signature.outputs.values() if not info.tensor_shape.unknown_rank]
     shapes = [*map(_shape, signature.inputs.values()), *answers]
@@ -124,10 +128,10 @@ def _has_rows(signature: Proto) -> bool:
 
 
 def _recorded(request: Proto, signature: Proto, name: str) -> dict[str, Any]:
-    """Return a warm-up request in REST's JSON, by rows where `example` has rows; UsageError for types without
-    JSON.
+    """Return a warm-up request in REST's JSON: by rows if `example` has rows, and all inputs have as many.
 
-    `name` is the signature's.
+    `name` is the signature's. UsageError for an input of a type without JSON; ValueError if a tensor of the
+    request is damaged, or fills more than 1 MiB of its shape.
     """
     from exporter.wire.tensor_proto import to_arrays
     from serving.rest_response import to_json
@@ -235,9 +239,10 @@ def written(
 ) -> str:
     """Return the request as JSON, as a command line for the REST port, or as a Python program, by `form`.
 
-    `request` is a result of `example` for this signature. It asks `version`, or the newest if that is None.
-    `address` is HOST:PORT of gRPC, which the program reaches by `access`; REST is assumed at port 8501
-    without TLS, as in TensorFlow Serving. UsageError for a program with an input of an unknown type.
+    `request` is a result of `example` or `known_example` for this signature. The command and the program ask
+    `version`, or the newest one for None. `address` is HOST:PORT of gRPC, which the program reaches by
+    `access`; the command expects REST at port 8501 without TLS, as in TensorFlow Serving. UsageError for a
+    program with an input of an unknown type.
     """
     text = json.dumps(request)
     match form:

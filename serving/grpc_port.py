@@ -33,7 +33,7 @@ class Call:
     def time_remaining(self) -> float | None:
         """Return the seconds until the client's deadline, negative after it; None without a deadline.
 
-        gRPC may also say the time to its last timestamp in place of None.
+        Without one, it may also be the time to gRPC's last timestamp, in the far future.
         """
         return None if self._ends is None else self._ends - time.monotonic()
 
@@ -93,14 +93,15 @@ class GrpcPort:
     def listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
         """Add a port, without TLS if `credentials` is None, and return its number.
 
-        RuntimeError if the port cannot listen there.
+        `address` is HOST:PORT (port 0 takes a free one) or unix:PATH. RuntimeError, or 0 from some versions
+        of gRPC, if the server cannot listen there.
         """
         if credentials is None:
             return self._server.add_insecure_port(address)
         return self._server.add_secure_port(address, credentials)
 
     def start(self) -> None:
-        """Start to answer calls on the added ports; returns once they are accepted."""
+        """Start to answer calls on the added ports; returns once calls are accepted."""
         _begun(self._server.start()).result()
 
     def stop(self, grace_seconds: float) -> Future[None]:

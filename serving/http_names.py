@@ -48,16 +48,17 @@ class OwnNames(Struct, frozen=True):
 
     @classmethod
     def of(cls, names: Sequence[str], address: str) -> OwnNames:
-        """Return the names of a port with these further names that listens on this IP address.
+        """Return the names of a port that listens on the IP address `address`: `names`, perhaps short names.
 
-        It takes short names unless the address is a loopback address. Names are compared without case and a
-        final dot. ValueError if `address` is not an IP address.
+        Short names are among them unless the address is a loopback address. Names are compared without case
+        and a final dot. ValueError if `address` is not an IP address.
         """
         return cls(tuple(map(_plain, names)), not ip_address(address).is_loopback)
 
     def has(self, host: str) -> bool:
-        """Return True if a request with this `Host` is for the port; the number of a port after it is
-        ignored.
+        """Return True if a request with this `Host` header is for the port: an address, or one of its names.
+
+        A port's number after the name is ignored. False for a malformed header.
         """
         found = _HOST.fullmatch(host.strip())
         if found is None:
