@@ -407,7 +407,7 @@ class ModelClient:
         return f"serve-model status {self.address} --model-name {quoted(self.model)}"
 
     def _failed(self, method: str, code: str, details: str, served: Sequence[str]) -> CallFailed:
-        """Return the error for a call of `method` that ended with the status `code` and the message `details`.
+        """Return the error for a call of `method` that ended with status `code` and message `details`.
 
         `served` are the names of the server's models, empty if it does not list them. If the model has no
         loaded version, the server is asked for its status first, within one more deadline.
