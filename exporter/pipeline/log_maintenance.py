@@ -79,7 +79,7 @@ RACE_SECONDS = 60.0
 
 
 def delta_path(log: DeltaLog, span: Span) -> Path:
-    """Return the directory of a log's delta with this span; it need not exist."""
+    """Return the path of a log's delta with this span; it need not exist."""
     return log.path / span_name(span.start, span.end)
 
 
@@ -109,9 +109,9 @@ def merge(
     """Merge the deltas between two positions of the newest log into one, and publish it.
 
     `start` is by default the newest base, `end` the newest position. Returns None if there is nothing to
-    merge: at most one delta is between them. Positions are numbers or names (`exporter.publish.tags`). A
-    `dry_run` reads and checks the deltas, writes nothing, and returns the plan; None also if they are merged
-    already.
+    merge: at most one delta is between them, or they are merged already. Positions are numbers or names
+    (`exporter.publish.tags`). A `dry_run` reads and checks the deltas, writes nothing, and returns the plan.
+    If others remove files that are read, the work is repeated, for up to a minute.
 
     Raises:
         NotUpdatable: nothing is published, or the newest version takes no deltas.
@@ -120,7 +120,10 @@ def merge(
         DeltaGap, StaleDelta: deltas do not reach from `start` to `end`.
         ModelHeld: the merged delta would bring servers to a position that was rolled back.
         NotFinite: the merged delta would have values that the model refuses.
-        CheckpointError: a delta is damaged.
+        CheckpointError, VerificationError: a delta is damaged.
+        ManifestError: the log's manifests cannot be read.
+        PositionMoved: others published and removed deltas for a minute.
+        EngineFailed: the engine of `jobs` failed.
         PublishError: see errors.py; nothing was published.
     """
     start, end = _positions(model, start, end)
@@ -143,9 +146,10 @@ def _planned(log: DeltaLog, run: tuple[LogDelta, ...], jobs: Jobs, *, is_whole: 
     """Return the plan of merging the deltas `run`, now; None if they are merged already.
 
     All of them are read and checked. `is_whole`: they reach the newest position, so that the merger may end
-    later, to avoid an abandoned path (see `position_of_merger`). Raises ModelHeld, NotFinite,
-    VerificationError or CheckpointError as `merge`; VersionExists or PositionError if no later position is
-    left.
+    later, to avoid an abandoned path (see `position_of_merger`). Raises ModelHeld if the merger would bring
+    servers to a position that was rolled back, NotFinite if the model would refuse its values,
+    VerificationError, CheckpointError or OSError if a delta is damaged or cannot be read, DeltaGap if deltas
+    are missing, VersionExists or PositionError if no later position is left.
     """
     for delta in run:
         log.open(delta)
@@ -165,7 +169,7 @@ def _positions(model: Path, *named: int | str | None) -> list[int | None]:
     """Return the positions meant by numbers or names, in order; None stays None.
 
     Raises UsageError for a malformed name, PositionUnknown for an unknown one, NotUpdatable if nothing is
-    published, ManifestError if a manifest cannot be read.
+    published, ManifestError or LfsPointer if a manifest cannot be read.
     """
     return [None if each is None else resolve_position(each, model) for each in named]
 
@@ -191,7 +195,10 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
 
 
 def _require_not_ended(log: DeltaLog, position: int) -> None:
-    """Raise PositionUnknown if the position is of another log, whose deltas are no longer merged."""
+    """Raise PositionUnknown if the position is of an earlier log, whose deltas are no longer merged.
+
+    ManifestError if the model's other logs cannot be listed.
+    """
     other = Standing(log.model, log, log.versions).log_at(position)
     if other is not None:
         raise PositionUnknown(
@@ -206,11 +213,18 @@ def merge_run(
 ) -> Merged | None:
     """Publish the neighbouring deltas `run` of a log as one; None if that one is published already.
 
-    It may be published by another process meanwhile. `run` is in order, at least one. Raises NotFinite if the
-    model would refuse it, ModelHeld if it would bring servers to a position that was rolled back, DeltaGap if
-    they are no neighbours, CheckpointError or VerificationError if a delta is damaged, PublishError (and
-    subclasses) if it cannot be written or locked, UsageError if the log is signed and the merger would not
-    be, UsageError or EngineFailed from the engine of `jobs`.
+    Another process may publish it meanwhile; None also if others published a base of another log. `run` is in
+    order, at least one delta.
+
+    Raises:
+        NotFinite: the model would refuse the merged delta.
+        ModelHeld: it would bring servers to a position that was rolled back.
+        DeltaGap: the deltas are not neighbours.
+        CheckpointError, VerificationError: a delta is damaged.
+        NotUpdatable: the newest version takes no deltas any more.
+        UsageError: the log is signed, and the merger would not be; or an option of the engine is wrong.
+        EngineFailed: the engine of `jobs` failed.
+        PublishError: and subclasses: the merger cannot be written, or the model not locked.
     """
     _require_finite(log, run)
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
@@ -228,10 +242,10 @@ def merge_run(
 def _merger(
     log: DeltaLog, run: Sequence[LogDelta], directory: Path, jobs: Jobs
 ) -> tuple[DeltaMerger, Publication]:
-    """Return the writer of the merged delta into `directory`, and the publication to be made; nothing is
-    written.
+    """Return the writer of a merged delta, and the publication to be made; nothing is written yet.
 
-    Only the deltas' headers and descriptions are read: CheckpointError if they are damaged.
+    The writer makes the delta in `directory`. Of the deltas `run`, only headers and descriptions are read:
+    CheckpointError or OSError if they are damaged or cannot be read; DeltaGap if `run` has gaps.
     """
     from exporter.delta.merge_deltas import DeltaMerger  # late: of the deltas that are tidied few are merged
     from exporter.pipeline.restoration import packing_of
@@ -249,6 +263,7 @@ def _require_finite(log: DeltaLog, run: Sequence[LogDelta]) -> None:
     """Raise NotFinite if a merger of `run` would have NaN or infinity, and the model wants finite values.
 
     Deltas that were not checked when they were published are read: CheckpointError if one is damaged.
+    DeltaGap if the deltas are not neighbours.
     """
     hint = (
         "train on until these values are finite, and merge again; or take them back: "
@@ -310,7 +325,7 @@ def _past_unchecked(log: DeltaLog) -> tuple[LogDelta, ...]:
     """Return the deltas from the first that was not checked for NaN to the newest; () if all were checked.
 
     Only deltas up to a canary's approval count; () also if the model accepts NaN. Raises ManifestError if a
-    manifest, or the hold, cannot be read.
+    manifest, or the hold, cannot be read, DeltaGap if a delta is missing between them.
     """
     if not log.base.entry.updates.finite:
         return ()
@@ -360,9 +375,11 @@ def rollback(
             holds it.
         PositionMoved: with `if_canary`, there is no canary's hold at `to`.
         OverlayFull, NotFinite: servers would refuse the restored values.
+        PositionError: other subclasses: deltas are missing, or no later position is left.
         TargetBusy: another exporter had the model's lock for too long.
         VerificationError, CheckpointError, PublishError: see errors.py; nothing was published, and the hold
             is as it was.
+        OSError: of a `dry_run`, a file cannot be read.
     """
     if dry_run:
         first, at = restorer_of(model), resolve_position(to, model)
@@ -438,13 +455,15 @@ def resume(
     approved. After several rollbacks, the values are those before the first that is still in force. With
     `lift_only` the values stay the rollback's.
 
-    Without a hold, or with a canary's hold alone, nothing is done. A `dry_run` reads and checks its input,
-    writes nothing, and returns the plan.
+    Without a hold, or with a canary's hold alone and without `lift_canary`, nothing is done. A `dry_run`
+    reads and checks its input, writes nothing, and returns the plan.
 
     Raises:
+        NotUpdatable: nothing is published.
         UsageError: the rollback was accepted by a resumption with `lift_only`.
         ModelHeld: the model is a copy, and its store holds it.
         PositionUnknown: the values before the rollback are gone.
+        PositionMoved: of a `dry_run`, others published and removed files for a minute.
         OverlayFull, NotFinite: servers would refuse the restored values.
         TargetBusy: the canary of a running agent would set its hold again at once; or another exporter had
             the lock.
@@ -487,8 +506,8 @@ def resume(
 def _release(hold: Hold, staging: Staging, model: Path, *, lift_canary: bool) -> None:
     """Lift the hold of an ended log, by which a rollback over a change of structure stopped its servers.
 
-    If a canary is at work here, its hold is put there instead, unless `lift_canary`; a hold of a store stays.
-    Raises PublishError if it cannot be written.
+    If `model` has a canary's lock file, a canary's hold at the same position replaces it, unless
+    `lift_canary`. A hold that a store has set stays. Raises PublishError if a hold cannot be written.
     """
     by = hold.by
     if by is None or by.url:
@@ -504,9 +523,9 @@ def _rollback_plan(
 ) -> RollbackResult:
     """Return the plan of a restoration; None as `asked` means that the values stay.
 
-    `approved` is the position of the remaining canary's hold, or None; `was_held` is passed on. Raises
-    PositionUnknown, OverlayFull, VerificationError, CheckpointError or OSError if the values cannot be
-    restored.
+    `approved` is the position of the remaining canary's hold, or None; `was_held` is for the result. Raises
+    OverlayFull or NotFinite if servers would refuse the values; PositionError, VersionExists, UsageError,
+    VerificationError, CheckpointError or OSError if the values cannot be restored.
     """
     at, is_canary = restorer.at, approved is not None
     if asked is None:
@@ -520,16 +539,16 @@ def _rollback_plan(
 def _resumption(
     model: Path, restorer: Restorer, lift_only: bool, lift_canary: bool
 ) -> tuple[Restoration | None, int | None, bool]:
-    """Return what a resumption publishes, the position of the remaining canary's hold, and if it lifts a
-    hold.
+    """Return a resumption's restoration, the position of a canary's remaining hold, and if a hold is lifted.
 
     The restoration is None if the values stay: nothing is held, they have come back already, or `lift_only`.
-    The position is None without a canary's hold.
+    The position is None if no canary's hold remains.
 
     Raises:
         UsageError: the hold of the rollback was lifted before.
         ModelHeld: the model is a copy, and its store holds it.
         TargetBusy: with `lift_canary`, an agent's canary is running.
+        ManifestError: a manifest, or the hold, cannot be read.
     """
     _require_own(model, restorer, "resume", "--lift-only" if lift_only else "")
     if lift_canary and restorer.log is not None:
@@ -556,7 +575,8 @@ def _resumption(
 def restorer_of(model: Path) -> Restorer:
     """Read a published model, with a log or plain versions, as the object that restores earlier values.
 
-    Raises NotUpdatable if nothing is published, ManifestError if the newest manifest cannot be read.
+    Raises NotUpdatable if nothing is published, ManifestError or LfsPointer if the newest manifest cannot be
+    read.
     """
     from exporter.pipeline.restoration import Restorer  # late: deltas bring nothing back
 
@@ -573,7 +593,8 @@ def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) ->
     """Return the result of `plan`, called with the published model; call it again if others removed files.
 
     `first` is the model as read before the first try. A model without a log is read once. Raises
-    PositionMoved if that goes on for a minute, and what `plan` raises.
+    PositionMoved if that goes on for a minute, NotUpdatable, ManifestError or LfsPointer if the log cannot be
+    read again, and what `plan` raises.
     """
     from exporter.pipeline.restoration import Restorer
 
@@ -587,8 +608,8 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
     """Lock a model for a block and yield it with a staging directory: no other process publishes or tidies.
 
     Left-overs of killed rollbacks are removed first. Raises NotUpdatable if nothing is published, before any
-    file is made; TargetBusy if another exporter had the lock for too long, ManifestError if the newest
-    manifest cannot be read, PublishError if nothing can be written. An OSError of the block becomes a
+    file is made; TargetBusy if another exporter had the lock for too long, ManifestError or LfsPointer if the
+    newest manifest cannot be read, PublishError if nothing can be written. An OSError of the block becomes a
     PublishError.
     """
     if newest_version(model) is None:  # without a publication make nothing, not even a lock
@@ -616,7 +637,10 @@ def _lift_unborn(model: Path, versions: Sequence[VersionDir]) -> None:
 
 
 def _require_no_canary_at_work(model: Path) -> None:
-    """Raise TargetBusy while an agent's canary is running: it would set its hold again within a second."""
+    """Raise TargetBusy while an agent's canary is running: it would set its hold again within a second.
+
+    PublishError if its lock file cannot be opened.
+    """
     if not (model / CANARY_LOCK_FILE).exists():
         return
     try:
@@ -643,8 +667,14 @@ def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
     """Publish a delta without changes if `path` is abandoned and may not be used; return the newest log.
 
     `path` is where a merger of the whole log would be; it is abandoned if an upload to it was begun in the
-    model's store and given up. Otherwise the log is returned as it is. Raises PositionMoved, PositionError,
-    VersionExists or PublishError if nothing can be published.
+    model's store and given up. Otherwise the log is returned as it is.
+
+    Raises:
+        PositionMoved: another process published meanwhile.
+        PositionError, VersionExists: no later position is left, or the newest version takes no deltas.
+        UsageError: the log is signed, and the delta would not be.
+        ManifestError, CheckpointError: the log, or the written delta, cannot be read.
+        PublishError: nothing can be written.
     """
     last = log.at
     end = position_of_merger(log, path)
@@ -670,16 +700,16 @@ def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
 
 
 def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | None = None) -> T:
-    """Return the result of `action`, called with the model's log; call it again if other processes
-    interfered.
+    """Call `action` with the model's log and return its result; call it again if other processes interfere.
 
     The log is read for each try; for the first only if `log` is None. Another try follows PositionMoved, and
     a CheckpointError or VerificationError if a delta of the log is gone. For a copy of a store there is one
     try.
 
     Raises:
-        PositionMoved: this went on for `RACE_SECONDS`.
-        ExportError: from `action`, or the log cannot be read.
+        PositionMoved: others interfered for `RACE_SECONDS`.
+        NotUpdatable, ManifestError, LfsPointer: the log cannot be read.
+        ExportError: another error of `action`.
     """
     deadline = time.monotonic() + RACE_SECONDS
     while True:

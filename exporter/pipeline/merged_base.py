@@ -80,7 +80,7 @@ class BasePlace(Struct, frozen=True):
 
 
 class WrittenBase(Struct, frozen=True):
-    """The files of a base as they were staged: its tensors, mapped tables, and the tasks that wrote it."""
+    """The staged files of a base: its tensors, its mapped tables, and the number of tasks that wrote it."""
 
     catalog: Catalog
     mapped: MappedRecord | None
@@ -96,7 +96,7 @@ def write_base(
     runner: Callable[[int], Runner] = lambda _: LOCAL,
     progress: ProgressFactory = no_progress,
 ) -> tuple[ManifestDraft, int]:
-    """Stage a base with a log's values at `of`; return its draft and the number of tasks that wrote it.
+    """Stage a base with a log's values at `of`; return its manifest's draft and the number of tasks.
 
     `place` is its position, and the log whose deltas it takes. `runner` returns the runner for a number of
     tasks, each of about `task_bytes`.
@@ -105,6 +105,8 @@ def write_base(
         VerificationError: the log's base is damaged.
         CheckpointError, OSError: a delta is damaged, or a file cannot be read or written.
         PositionError: no base is left from which deltas reach it.
+        NotServable: a tensor of the base has a name that hot rows need.
+        EngineFailed, UsageError: the engine of `runner` failed, or does not accept its options.
         PublishError: the files cannot be written.
     """
     base, chain = way_to(log, of.at.position)
@@ -144,15 +146,20 @@ def write_files(
     runner: Callable[[int], Runner] = lambda _: LOCAL,
     progress: ProgressFactory = no_progress,
 ) -> WrittenBase:
-    """Write the files of a base with the deltas of `chain` on top into `bundle`: the same bytes everywhere.
+    """Write the files of a base with the deltas of `chain` on top into the directory `bundle`.
 
-    Without deltas the base's variables are linked. `place` is the new base's position and log, `step` the
-    training step of the values, and `mapped_id` the id of the tables that servers map. `runner` returns the
-    runner for a number of tasks, each of about `task_bytes`.
+    The same arguments give the same bytes on every machine. Without deltas the base's variables are linked.
+    `place` is the new base's position and log, `step` the training step of the values, and `mapped_id` the id
+    of the tables that servers map. `runner` returns the runner for a number of tasks, each of about
+    `task_bytes`.
 
     Raises:
-        VerificationError, CheckpointError, PublishError, OSError: as `write_base`.
-        ManifestError: the graph has no incremental subgraph of a known form.
+        VerificationError: the base is damaged; ManifestError if its graph has no incremental subgraph of a
+            known form.
+        CheckpointError, OSError: a delta is damaged, or a file cannot be read or written.
+        NotServable: a tensor of the base has a name that hot rows need.
+        EngineFailed, UsageError: the engine of `runner` failed, or does not accept its options.
+        PublishError: the files cannot be written.
     """
     if chain:
         merger = merger_of(log, base, chain, bundle, task_bytes)
@@ -175,12 +182,13 @@ def write_again(
 ) -> None:
     """Write the files of a base that was merged elsewhere into `bundle`, from this model's base and deltas.
 
-    `manifest` is the merged base's. The caller compares each file with it: nothing here says that they are
-    the same.
+    `manifest` is the merged base's. The caller has to compare each file with it: they may differ. `runner`
+    returns the runner for a number of tasks.
 
     Raises:
         ManifestError: the base was not merged, or not from a base and deltas that are here.
-        ExportError: something that it is merged from is damaged, or a file cannot be written.
+        ExportError: VerificationError, CheckpointError and others, if something that the base is merged from
+            is damaged; PublishError if a file cannot be written.
         OSError: a file cannot be read or written.
     """
     record, entry = manifest.merged_from, manifest.incremental
@@ -211,9 +219,10 @@ _MOST_TASKS = 1 << 20
 
 
 def _record(model: Path, parts: Sequence[Path], task_bytes: int) -> MergedFrom | None:
-    """Return the record of what a base is merged from: relative paths, and digests of manifests, of `parts`.
+    """Return the record of the parts of a merged base: their paths below `model`, and manifests' digests.
 
-    None for a single part, a base alone. Raises OSError or CheckpointError if a manifest cannot be read.
+    `parts` are the directories of a base and of deltas. None for a base alone. Raises OSError or
+    CheckpointError if a manifest cannot be read.
     """
 
     def part(path: Path) -> MergedPart:
@@ -247,7 +256,8 @@ def _write_merged(
 
     Returns the new catalog, the number of tasks, and tables with hot rows by name. `position` is the end of
     the deltas; `runner` returns the runner for a number of tasks. Raises VerificationError if the base is
-    damaged, CheckpointError if a delta is, PublishError if it cannot be written.
+    damaged, CheckpointError if a delta is, NotServable if a tensor has a name that hot rows need,
+    EngineFailed or UsageError from the engine, PublishError or OSError if files cannot be read or written.
     """
     with ExitStack() as stack, progress("merging", merger.bytes_) as bar:
         try:
@@ -280,7 +290,8 @@ def merger_of(
 ) -> BaseMerger:
     """Return the writer of the base's variables with the deltas of `chain` applied on top, into `bundle`.
 
-    Nothing is written yet. Raises CheckpointError if the base or a delta cannot be read.
+    Nothing is written yet; `task_bytes` is the size of a task. Raises CheckpointError or OSError if the base
+    or a delta cannot be read.
     """
     return BaseMerger(
         bundle,
@@ -295,7 +306,7 @@ def merger_of(
 
 
 def require_local(base: LogBase) -> None:
-    """Raise UsageError if a base has hot rows and is in an object store, before anything is written there."""
+    """Raise UsageError if a base has hot rows and is in an object store, where they cannot be laid out."""
     if mirror.is_remote(base.path) and any(table.hot_rows for table in _mapped_tables(base)):
         raise UsageError(
             "a base with hot rows is laid out in files, and the model is in an object store",
@@ -309,12 +320,11 @@ def _mapped_tables(base: LogBase) -> tuple[MappedTable, ...]:
 
 
 def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog, Mapping[str, HotTable]]:
-    """Append the base's hot rows to its merged tables in `bundle`; return the new catalog, and tables by
-    name.
+    """Append the base's hot rows to its merged tables in `bundle`; return the new catalog and these tables.
 
-    `written` is the bundle's catalog before; without hot rows it is returned with {}. Raises CorruptFile if
-    the base's record of hot rows is damaged, other CheckpointErrors if it cannot be read, PublishError if
-    nothing can be written.
+    The tables are by name. `written` is the catalog before; without hot rows it is returned with {}. Raises
+    CorruptFile if the base's record of hot rows is damaged, other CheckpointErrors or OSError if it cannot be
+    read, NotServable if a tensor has a name that hot rows need, PublishError if nothing can be written.
     """
     hot = {table.name: table.hot_rows for table in _mapped_tables(base) if table.hot_rows}
     if not hot:
@@ -337,7 +347,7 @@ def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog,
 
 
 def _mapped_again(base: LogBase, written: Catalog, hot: Mapping[str, HotTable]) -> MappedRecord | None:
-    """Return the record of the base's mapped tables, with the files that they are in now.
+    """Return the base's record of mapped tables, with the files of `written` that have them now.
 
     `written` is the new catalog, `hot` its tables with hot rows by name. None, or a record without tables, is
     returned as it is.
@@ -425,7 +435,7 @@ def _first_position(saved_model: Proto) -> Proto | None:
 
 
 def _scopes(meta_graph: Proto) -> set[str]:
-    """Return the scope of the nodes of a graph's incremental subgraph, in a set; empty without one."""
+    """Return the name scopes of a graph's incremental subgraph (one, as a rule); empty without a subgraph."""
     signature = meta_graph.signature_def.get(UPDATE_SIGNATURE)
     return {info.name.partition("/")[0] for info in signature.outputs.values()} if signature else set()
 

@@ -67,8 +67,9 @@ def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
 
     Raises:
         UsageError: there are too many warm-up requests.
-        NotServable: the graph cannot take deltas.
-        CheckpointError: the checkpoint changed, or an increment is damaged.
+        NotServable, GraphError: the graph cannot take deltas.
+        AmbiguousRename: rules rename two variables to one name.
+        CheckpointError, OSError: the checkpoint changed, or an increment is damaged or cannot be read.
         SchemaChanged: an increment does not fit the checkpoint.
         ManifestError, PositionError, VersionExists: there is no next position.
     """
@@ -110,9 +111,10 @@ def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
 def _find_state(staged: Staged, beyond: int) -> TrainerVersion:
     """Return the trainer's state that the base will have: the checkpoint, or the increments on top of it.
 
-    In the second case, only if the checkpoint's step is before `beyond`, `staged.step` and
-    `staged.increments` are set. Raises CheckpointError if the checkpoint changed or an increment is damaged,
-    SchemaChanged if one does not fit.
+    Increments count only if the checkpoint's step is before `beyond`; then `staged.step` and
+    `staged.increments` are set. Raises CheckpointError or OSError if the checkpoint changed or an increment
+    is damaged, SchemaChanged if one does not fit, GraphError or NotServable if the graph cannot take deltas,
+    AmbiguousRename if rules rename two variables to one name.
     """
     planned = staged.plan
     full, step = _trained(planned), planned.catalog.step
@@ -148,12 +150,15 @@ def _trained(planned: Plan) -> TrainerVersion:
 def lay_increments_over(staged: Staged) -> None:
     """Rewrite the staged variables with the trainer's increments on top; do nothing without any.
 
-    Mapped tables get new files, whose names are in the graph, so that the graph is rewritten, too.
+    Hot rows are appended again. Mapped tables get new files, whose names are in the graph, so that the graph
+    is rewritten, too. `staged.variables` gets the new catalog.
 
     Raises:
         CorruptFile: a staged value, or an increment, is damaged.
-        CheckpointError, TableFull, SchemaChanged, MappingError, NotFinite, NotServable, PublishError: see
+        CheckpointError, GraphError, TableFull, SchemaChanged, MappingError, NotFinite, PublishError: see
             errors.py.
+        UsageError: a chosen hot row is outside its table, or chosen twice.
+        OSError: a file cannot be read.
     """
     trainer, entry = staged.increments, staged.entry
     if trainer is None or entry is None:
@@ -173,14 +178,14 @@ def lay_increments_over(staged: Staged) -> None:
 def merge_increments(
     entry: BaseEntry, trainer: TrainerState, bundle: Path, scratch: Path, mapped: Collection[str] = ()
 ) -> Catalog:
-    """Replace a bundle's variables by the same with increments on top; return the new variables' catalog.
+    """Rewrite a bundle's variables with the trainer's increments on top; return their catalog.
 
-    The increments become one delta in `scratch`, to which the old variables are moved; variables in `mapped`
-    get files of their own. Memory is bounded.
+    The increments become one delta in the directory `scratch`, to which the old variables are moved;
+    variables in `mapped` (names) get files of their own. Memory is bounded.
 
-    Raises CheckpointError if something is damaged, TableFull or SchemaChanged if increments do not fit the
-    base, MappingError or NotFinite if a value does not fit the served dtype, PublishError if it cannot be
-    written.
+    Raises CheckpointError or OSError if something is damaged or cannot be read, TableFull or SchemaChanged if
+    increments do not fit the base, MappingError or NotFinite if a value does not fit the served dtype,
+    PublishError if nothing can be written.
     """
     before, prefix = scratch / "full", scratch / DELTA_NAME
     with writing(bundle):  # a rename: nothing that is staged is copied
@@ -210,8 +215,8 @@ def merge_increments(
 def entry_with_origin(staged: Staged) -> BaseEntry | None:
     """Return the base's entry with digests of its graph's sources, and of its copies of tables' files.
 
-    The entry unchanged without an origin; None if the version takes no deltas. Raises PublishError if a copy
-    cannot be read.
+    The entry unchanged without an origin; None if the version takes no deltas. Raises PublishError or
+    LfsPointer if a copy cannot be read.
     """
     entry, origin, bundle = staged.entry, staged.plan.origin, staged.bundle
     if entry is None or origin is None:
@@ -222,9 +227,9 @@ def entry_with_origin(staged: Staged) -> BaseEntry | None:
 
 
 def note_sources(planned: Plan, published: PublishedVersion, entry: BaseEntry) -> None:
-    """Record, beside the log, the paths of the graph's files, and that tables' indexes are verified.
+    """Write caches beside the log: the paths of the graph's files, and that tables' indexes are verified.
 
-    Errors are ignored: both are caches.
+    A failure to write them is ignored.
     """
     log = log_path(planned.request.out, entry.log)
     places = {asset.file_name: asset.source for asset in planned.graph.assets}

@@ -33,13 +33,13 @@ _MAX_BYTES = 64 << 20
 
 
 def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> dict[str, float]:
-    """Return the largest permitted Euclidean norm of a row, by variable, for those that a rule names.
+    """Return the largest permitted Euclidean norm of a row, by the name of each variable that a rule names.
 
-    `rules` are the texts of `--max-norm`; the first that names a variable counts. Of a variable that is not a
-    table the bound is for the norm of all of it. `coded` are the names of the tables whose rows are 8-bit
-    codes with a scale. Variables that are neither floats nor coded have no bound. Learned bounds are read
-    from the base, and kept in a file beside the log. Raises UsageError for a malformed rule, CheckpointError
-    if the base cannot be read.
+    `rules` are the texts of `--max-norm`; the first rule that names a variable counts. Of a variable that is
+    not a table the bound is for the norm of all of it. `coded` are the names of the tables whose rows are
+    8-bit codes with a scale. Variables that are neither floats nor coded have no bound. Learned bounds are
+    read from the base, and kept in a file beside the log. Raises UsageError for a malformed rule,
+    CheckpointError if the base cannot be read.
     """
     parsed = [NormRule.parse("--max-norm", text) for text in rules]
     found: dict[str, float] = {}
@@ -59,9 +59,9 @@ def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> 
 def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collection[str]) -> dict[str, float]:
     """Return the bounds learned from the newest base, by variable; known ones are read from the cache.
 
-    `tables` are the variables, `coded` the names of those whose rows are 8-bit codes with a scale. New bounds
-    are written to the cache; errors of writing are ignored. Raises CheckpointError if the base cannot be
-    read.
+    `tables` are the variables, `coded` the names of variables whose rows are 8-bit codes with a scale. New
+    bounds are written to the cache; a failure to write it is ignored. Raises CheckpointError if the base
+    cannot be read.
     """
     path, key = log.path / NORMS_FILE, f"{log.lineage}-{log.base.at.position}"
     known: dict[str, float] = {}

@@ -67,10 +67,10 @@ def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str
 
 
 def asked_room(schema: Schema, record: MappedRecord) -> int | None:
-    """Return an `--overlay-rows` that gives overlays the room of those of a base; None for the usual room.
+    """Return the `--overlay-rows` that gives overlays the same room as a base has; None for the usual room.
 
-    `schema` and `record` are the base's. What was typed is not recorded: the result is the largest room of a
-    table.
+    `schema` and `record` (of mapped tables) are the base's. The option's value is not recorded: the result is
+    the largest room of a table.
     """
     mapped = {variable.name: variable for variable in schema.variables if variable.is_table}
     rooms = {table.name: table.overlay_rows for table in record.tables}
@@ -105,7 +105,7 @@ class OverlaidRows(Struct, frozen=True):
         """Read the rows of mapped tables that the log's deltas have changed; none if the base maps no tables.
 
         They are read from a cache, else from the deltas. Raises CheckpointError or VerificationError if a
-        delta is damaged, DeltaGap if deltas are missing.
+        delta is damaged; DeltaGap, StaleDelta, ForeignLineage or SchemaChanged if the deltas do not connect.
         """
         record = log.base.manifest.mapped
         room = {t.name: t.overlay_rows for t in record.tables if t.overlay_rows is not None} if record else {}
@@ -122,16 +122,16 @@ class OverlaidRows(Struct, frozen=True):
 
     @property
     def tables(self) -> tuple[OverlaidTable, ...]:
-        """The mapped tables, each with the numbers of its changed rows and of those that fit in its overlay.
+        """The mapped tables, each with the number of its changed rows and the number that its overlay holds.
 
         Rows count as changed if a delta since the log's newest base has them.
         """
         return tuple(OverlaidTable(name, _count(self.found[name]), room) for name, room in self.room.items())
 
     def add(self, changed: Mapping[str, Array]) -> None:
-        """Add the rows that a delta changes, in place; `changed` has increasing row numbers by table name.
+        """Add to `found` the rows that a delta changes: `changed` has increasing row numbers by table name.
 
-        Tables that are not mapped are ignored; rows that are there already count once.
+        Tables that are not mapped are ignored; rows that are in `found` already count once.
         """
         for name, found in self.found.items():
             if len(ids := changed.get(name, _NONE)):
@@ -147,10 +147,10 @@ class OverlaidRows(Struct, frozen=True):
                 )
 
     def save(self, log: DeltaLog, position: int, state: str) -> None:
-        """Write the rows to the cache beside the log, for this position and state id, and remove older
-        records.
+        """Write the rows to the cache beside the log, for this position and state id.
 
-        Nothing is written if no table is mapped. Raises OSError or PublishError if it cannot be written.
+        Records of other positions are removed. Nothing is done if no table is mapped. Raises OSError or
+        PublishError if the cache cannot be written.
         """
         if not self.found:
             return
@@ -171,9 +171,10 @@ def _prefix(log: DeltaLog, position: int, state: str) -> Path:
 
 
 def _load(prefix: Path, rows: Mapping[str, int]) -> dict[str, Array] | None:
-    """Read the rows that `save` kept, by table; `rows` are the tables' sizes.
+    """Read the changed rows that `save` kept, by table; `rows` has the tables' numbers of rows.
 
-    None if the record is absent, incomplete or damaged, or of tables of another size.
+    None if the record is absent, incomplete or damaged, or of tables of another size. OSError if the
+    operating system refuses to read it.
     """
     with suppress(CheckpointError):
         catalog, found = read_catalog(prefix), {}
@@ -196,9 +197,10 @@ def _bytes(rows: int) -> int:
 
 
 def _with(found: Array, ids: Array, rows: int) -> Array:
-    """Return the changed rows `found` with `ids`, which increase, added; `rows` is the table's size.
+    """Return the changed rows `found` with the row numbers `ids`, which increase, added.
 
-    Numbers are copied; bits are set in `found` itself. Numbers become bits once these are smaller.
+    `rows` is the table's number of rows. Row numbers are copied; bits are set in `found` itself. Numbers
+    become bits (uint8) once these take fewer bytes.
     """
     if found.dtype != np.uint8:
         new = ids[~among(ids, found)]
@@ -212,7 +214,7 @@ def _with(found: Array, ids: Array, rows: int) -> Array:
 
 
 def _set(bits: Array, ids: Array) -> None:
-    """Set, in `bits`, the bits of rows `ids`, which increase: bit `id & 7` of byte `id >> 3`."""
+    """Set the bits of rows `ids`, which increase, in `bits`: of row `id`, bit `id & 7` of byte `id >> 3`."""
     at, masks = ids >> 3, np.left_shift(1, ids & 7).astype(np.uint8)
     first = np.flatnonzero(np.diff(at, prepend=-1))  # numbers of one byte are neighbours
     if len(first):

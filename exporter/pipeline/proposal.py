@@ -1,5 +1,4 @@
-"""Propose a first export of a checkpoint: its graph, and inputs named by the variables that they are used
-with.
+"""Propose a first export of a checkpoint: its graph, and inputs named after the variables they look up.
 
 A proposal is planned before it is made. If the plan is refused and the error names an option that is safe to
 add, it is added and planned again; any other refusal gives the beginning of a builder.
@@ -72,9 +71,9 @@ class Proposal(Struct, frozen=True):
         return " ".join(words)
 
     def request(self, ckpt_dir: Path, out: Path) -> ExportRequest:
-        """Return the command's export as a request, which names no model: exports find the graph themselves.
+        """Return the proposed export as a request without a model: exports find the graph themselves.
 
-        So it is not the command's export if that needs a builder.
+        If the proposal is a builder, the request does not name it.
         """
         given = {name: [value for option, value in self.options if option == name] for name in _OFFERED}
         return ExportRequest(
@@ -96,13 +95,14 @@ _MOST_TRIES = 8
 def propose(ckpt_dir: Path) -> Proposal:
     """Read the newest checkpoint and the graph beside it, and propose an export of them.
 
-    The proposal was planned, unless it is a builder to be completed; `refused` is why the graph is not
-    served.
+    The proposal was planned, in a temporary directory, unless it is a builder to be completed; `refused` is
+    why the graph is not served.
 
     Raises:
         CheckpointError: there is none, or it or the graph beside it is damaged.
         UsageError: the graph cannot be opened.
-        GraphError: two of its nodes have one name.
+        GraphError: the graph is damaged: two of its nodes have one name, or a dtype is unknown.
+        OSError: a file of the checkpoint cannot be read.
     """
     catalog = open_checkpoint(ckpt_dir)
     model = model_beside(catalog.prefix)
@@ -114,7 +114,8 @@ def propose(ckpt_dir: Path) -> Proposal:
 def _from_graph(catalog: Catalog, model: str) -> Proposal:
     """Return a proposal to serve the graph `model` beside a checkpoint; its inputs and outputs are guesses.
 
-    Raises CorruptFile or GraphError if the graph is damaged, UsageError if it cannot be opened.
+    Raises CorruptFile or GraphError if the graph is damaged, UsageError if it cannot be opened, LfsPointer if
+    it is a Git LFS pointer.
     """
     if not model.endswith(".meta"):
         return Proposal(catalog, model)
@@ -136,7 +137,10 @@ def _has_default(index: GraphIndex, one: ProposedInput) -> bool:
 
 
 def _switches(index: GraphIndex, answers: list[Endpoint]) -> Iterator[str]:
-    """Yield the names of placeholders before `answers` that are a single boolean: they switch training on."""
+    """Yield the names of scalar boolean placeholders from which `answers` are computed: switches of training.
+
+    GraphError if a placeholder has an unknown dtype.
+    """
     needed = all_before(index.nodes, answers)
     for node in (index.nodes[name] for name in needed):
         is_switch = node.op.startswith("Placeholder") and attr_dtype(node, "dtype") is DType.BOOL
@@ -145,17 +149,18 @@ def _switches(index: GraphIndex, answers: list[Endpoint]) -> Iterator[str]:
 
 
 def _with_options(found: Proposal, options: list[tuple[str, str]]) -> Proposal:
-    """Return the proposal with more options, given as (option, value), without inputs that these fix."""
+    """Return the proposal with more options (pairs of option and value), without inputs that these feed."""
     fixed = {value.rpartition("=")[0] for option, value in options if option == "--feed"}
     inputs = tuple(one for one in found.inputs if endpoint(one.tensor).node not in fixed)
     return replace(found, inputs=inputs, options=(*found.options, *options))
 
 
 def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
-    """Plan the proposal, and return it with the options that errors ask for, or with a builder in its place.
+    """Plan the proposal, and return it with the options that a plan's errors ask for, or a builder instead.
 
-    At most eight plans are made, each with the options that the error before asks for. Of other errors than
-    CheckpointError, which is raised, the last becomes the builder's `refused`.
+    At most eight plans are made, each with the options for which the previous plan's error asks; nothing is
+    kept of them. A builder is returned if that does not help: the last error is its `refused`. Raises
+    CheckpointError or OSError of a plan at once.
     """
     from exporter.pipeline.full_plan import plan  # late: a checkpoint alone needs none of it
 
@@ -180,8 +185,8 @@ def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
 def _inputs(index: GraphIndex, answers: list[Endpoint]) -> Iterator[ProposedInput]:
     """Yield the placeholders and tensors of input pipelines from which answers are computed, sorted.
 
-    Each has a name for requests: the placeholder's, or that of the only variable it is used with, or
-    `input_<n>`; names are not made unique.
+    Each has a name for requests: the placeholder's; of a pipeline's tensor, the name of the only variable
+    that it looks up, if no other tensor does, else `input_<n>`. Names are not made unique.
     """
     needed = all_before(index.nodes, answers)
     given = {node.name for node in input_placeholders(index)}

@@ -1,4 +1,4 @@
-"""Restore the values of an earlier position: by a delta in a log, by a version where there is no log.
+"""Restore the values of an earlier position: by a delta in a log, by a version if there is no log.
 
 `exporter.pipeline.log_maintenance` decides when. A rollback goes forward: it publishes the values of an
 earlier position as the next one, and holds the model there, so that the trainer's next publication does not
@@ -172,13 +172,13 @@ class Restorer:
         return None if self.published is None else self.published.number
 
     def rollback_of(self, to: int) -> Restoration:
-        """The rollback to the values of position `to`, still without a reason; nothing is written.
+        """Return the rollback to the values of position `to`, still without a reason; nothing is written.
 
         Raises:
             UsageError: `to` is the newest position.
             PositionUnknown: it is not a published position, or its values cannot be restored.
             ModelHeld: a canary decides about the log, and rejected the values.
-            ManifestError: a manifest, or the hold, cannot be read.
+            ManifestError, LfsPointer: a manifest, or the hold, cannot be read.
         """
         at = self.at.position
         if to == at:
@@ -202,7 +202,7 @@ class Restorer:
         return Restoration(to, DeltaOrigin.ROLLBACK, before, is_canaried=judged)
 
     def before_rollbacks(self) -> int | None:
-        """The model's position before the first rollback in force; None if the newest publication is none.
+        """Return the position before the first rollback in force; None if a rollback is not the newest.
 
         Of delta rollbacks of earlier releases, which do not record it, it is the position where the delta
         starts. Raises ManifestError if a delta's manifest cannot be read.
@@ -230,7 +230,7 @@ class Restorer:
         return told is not None and told.back_to == position
 
     def approved_by_canary(self) -> int | None:
-        """The position that a canary has approved, also if a rollback holds the log there.
+        """Return the position that a canary has approved, also if a rollback holds the log there.
 
         None without a canary's approval, or if the model takes no deltas. Raises ManifestError if the hold
         cannot be read.
@@ -241,25 +241,35 @@ class Restorer:
         """Read and check the input of `publish`, and return its plan; nothing is published.
 
         Raises PositionUnknown if the values cannot be restored; OverlayFull or NotFinite if servers would
-        refuse them; VersionExists or PositionError if no position is left; UsageError for hot rows in a
-        store; and CheckpointError, VerificationError or OSError if published files are damaged or cannot be
-        read.
+        refuse them; VersionExists or PositionError if no position is left, or deltas do not connect;
+        UsageError for hot rows in a store; and CheckpointError, VerificationError or OSError if published
+        files are damaged or cannot be read.
         """
         return self._way(restoration.of).plan(restoration)
 
     def form_of(self, restoration: Restoration) -> Restored:
-        """The form in which `publish` restores the values: a delta, a base or a version.
+        """Return the form in which `publish` restores the values: a delta, a base or a version.
 
-        Raises PositionUnknown if they cannot be restored, ManifestError if a manifest cannot be read.
+        Raises PositionUnknown if they cannot be restored, ManifestError or LfsPointer if a manifest cannot be
+        read.
         """
         return self._way(restoration.of).made
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
         """Publish the values of a restoration; for a rollback the model is held before they are visible.
 
-        The caller has the model's lock, and puts the hold back if this fails (`put_back_on_failure`). Raises
-        what `plan` raises; UsageError if the log is signed and this publication would not be; PositionMoved
-        if the position was used meanwhile; PublishError and subclasses if something cannot be written.
+        Scratch files are written beside `staging`. The caller has the model's lock, and puts the hold back if
+        this fails (`put_back_on_failure`).
+
+        Raises:
+            PositionUnknown: the values cannot be restored.
+            OverlayFull, NotFinite: servers would refuse the values.
+            VersionExists, PositionError: no position is left, or deltas do not connect.
+            UsageError: a base has hot rows, and is in a store; or the log is signed, and this publication
+                would not be.
+            PositionMoved: the position was used meanwhile.
+            CheckpointError, VerificationError, OSError: published files are damaged or cannot be read.
+            PublishError: and subclasses: something cannot be written.
         """
         way = self._way(restoration.of)
         if restoration.is_rollback:
@@ -271,10 +281,10 @@ class Restorer:
         return done
 
     def _way(self, of: int) -> _Way:
-        """The object that restores the values of position `of`: by a delta, a base or a version.
+        """Return the object that restores the values of position `of`: by a delta, a base or a version.
 
-        Raises PositionUnknown if they cannot be restored, ManifestError if a manifest or directory that
-        decides this cannot be read.
+        Raises PositionUnknown if they cannot be restored, ManifestError or LfsPointer if a manifest or
+        directory that decides this cannot be read.
         """
         if self.published is not None and self.published.has(of):
             way = _ByDelta(self.published)
@@ -306,7 +316,7 @@ class Restorer:
         hold, or an unreadable one, stays. Of a model without a log, it is at the base's future position, and
         nothing is done for a version, which `_ByVersion.publish` precedes by its hold. `why` is recorded as
         the reason. In the mirror of a store, the hold is uploaded at once. Raises PublishError if it cannot
-        be written.
+        be written; ManifestError, PositionError or VersionExists if the base's position cannot be known.
         """
         if isinstance(way, _ByDelta):
             return  # `_ByDelta.publish` begins with its own hold
@@ -325,7 +335,7 @@ class Restorer:
 
 
 def _before(manifest: Manifest) -> int | None:
-    """The model's position before the rollback that published a version; None if no rollback did."""
+    """Return the position before the rollback that a version's manifest records; None if it records none."""
     told = manifest.taken_back
     return told.before if told is not None and told.made == "rollback" else None
 
@@ -337,11 +347,19 @@ class _Way(ABC):
 
     @abstractmethod
     def plan(self, restoration: Restoration) -> Planned:
-        """Check the input of `publish` and return its plan; errors are those of `Restorer.plan`."""
+        """Read and check the input of `publish`, and return its plan; nothing is published.
+
+        Raises PositionError, OverlayFull, NotFinite, VersionExists, UsageError, CheckpointError,
+        VerificationError and OSError, as `Restorer.plan` says.
+        """
 
     @abstractmethod
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
-        """Publish the values; errors are those of `Restorer.publish`."""
+        """Publish the values through `staging`, and return the publication; a rollback holds the model first.
+
+        Raises PositionError, OverlayFull, NotFinite, VersionExists, UsageError, CheckpointError,
+        VerificationError, PublishError and OSError, as `Restorer.publish` says.
+        """
 
 
 class _ByDelta(_Way):
@@ -353,10 +371,12 @@ class _ByDelta(_Way):
         self.log, self.hold = log, log.hold
 
     def plan(self, restoration: Restoration) -> Planned:
-        """Plan a delta, as `_Way.plan`; if the base wants finite values, all restored values are read.
+        """Plan a delta; if the base wants finite values, all restored values are read.
 
-        Raises OverlayFull, NotFinite, PositionUnknown, CheckpointError and VerificationError; OSError if
-        scratch files cannot be written.
+        Raises OverlayFull or NotFinite if servers would refuse the values; PositionUnknown, DeltaGap,
+        StaleDelta, ForeignLineage or SchemaChanged if deltas do not connect; VersionExists or PositionError
+        if no position is left; CheckpointError or VerificationError if a delta is damaged; OSError if scratch
+        files cannot be written.
         """
         log, of = self.log, restoration.of
         _, step = log.trained_at(of)
@@ -370,11 +390,12 @@ class _ByDelta(_Way):
         return Planned(self.made, LogDelta(log.path, span.start, span.end).path, span.end, step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta:
-        """Hold the log (for a rollback), and publish a delta with the values, as `_Way.publish`.
+        """Hold the log (for a rollback), and publish a delta with the values.
 
-        Scratch files are beside the staged bundle. Raises OverlayFull before the hold; NotFinite,
-        PositionUnknown, CheckpointError, VerificationError or PublishError after it: the caller puts the hold
-        back.
+        Scratch files are beside the staged bundle. Raises OverlayFull, PositionUnknown and DeltaGap before
+        the hold; NotFinite, VersionExists, PositionMoved or another PositionError, UsageError (the log is
+        signed, this delta would not be), CheckpointError, VerificationError or PublishError after it: the
+        caller puts the hold back.
         """
         log, of = self.log, restoration.of
         # Before the hold: a delta that servers refuse would leave them held at the values to be replaced.
@@ -410,11 +431,11 @@ class _ByDelta(_Way):
         return publish_changes(log, staging, changes, what, last=log.last, under_lock=how)
 
     def _require_room(self, restoration: Restoration) -> None:
-        """Raise OverlayFull if servers lack room for the rows, as rows that changed before the base may come
-        back.
+        """Raise OverlayFull if the restored rows do not fit into the overlays of mapped tables in servers.
 
-        Nothing is read unless the base maps tables: the hold must not wait. Otherwise raises CheckpointError
-        if a delta is damaged.
+        Rows that changed before the base may come back. Nothing is read unless the base maps tables: the hold
+        must not wait. If it does, raises CheckpointError or VerificationError if a delta is damaged,
+        PositionUnknown or DeltaGap if deltas are missing.
         """
         overlaid = OverlaidRows.of(self.log)
         for delta in self._since(restoration) if overlaid.room else ():
@@ -429,7 +450,7 @@ class _ByDelta(_Way):
             raise
 
     def reaches_newest_base(self, of: int) -> bool:
-        """True if the deltas from position `of` on reach the newest base, or begin at it or later.
+        """True if the deltas that restore position `of` begin at the newest base or later, or reach it.
 
         In a copy that withheld deltas of its store, and in a log that lost some, a base can stand beyond all
         of them. The rows that changed on the way there are then in no delta, so a restoring delta would lack
@@ -438,7 +459,7 @@ class _ByDelta(_Way):
         return self.log.base.at.position <= reached(self.log.deltas, self._earliest(of))
 
     def _span(self, restoration: Restoration) -> Span:
-        """The start and end of the restoring delta; the end is the log's next position.
+        """Return the start and end of the restoring delta; the end is the log's next position.
 
         A resumption's delta starts at the newest position; a rollback's so early that no server can apply a
         merged delta past these values first. Raises VersionExists or PositionError if no next position is
@@ -449,14 +470,15 @@ class _ByDelta(_Way):
         return Span(start, next_delta_position(log, None))
 
     def _earliest(self, of: int) -> int:
-        """The lowest start of a delta that begins before position `of` and ends after it; else `of`."""
+        """Return the lowest start of a delta that begins before position `of` and ends after it; or `of`."""
         return min([of, *(delta.start for delta in self.log.deltas if delta.start < of < delta.end)])
 
     def _since(self, restoration: Restoration) -> tuple[LogDelta, ...]:
-        """The deltas, in order, whose rows get the restored values; they end at the newest position.
+        """Return the deltas, in order, whose rows get the restored values; they end at the newest position.
 
         They begin at the restored position or, if lower, at the start of the restoring delta. Raises
-        PositionUnknown if there are none, DeltaGap if some are missing.
+        PositionUnknown if there are none, DeltaGap if some are missing, VersionExists or PositionError if no
+        next position is left.
         """
         chain = self.log.chain(min(restoration.of, self._span(restoration).start))
         if not chain:
@@ -477,7 +499,7 @@ class _ByDelta(_Way):
             mirror.held(self.log.model)
 
     def _instead(self, restoration: Restoration) -> str:
-        """The hint of the error for restored values that are NaN or infinite, which the model refuses."""
+        """Return the hint of the error for restored values that are NaN or infinite."""
         model = self.log.model
         if restoration.is_rollback:
             return f"go back further: export-model history {quoted(model)} lists the positions"
@@ -500,17 +522,18 @@ def is_canaried(log: DeltaLog) -> bool:
 
 
 def approved_by_canary(log: DeltaLog) -> int | None:
-    """The position that a canary has approved, also if a rollback holds the log there; None without a canary.
+    """Return the position of a log that a canary has approved; None if no canary decides about the log.
 
-    Raises ManifestError if the hold, or the manifest at its position, cannot be read.
+    It is the hold's position, also if a rollback has set the hold. Raises ManifestError if the hold, or the
+    manifest at its position, cannot be read.
     """
     return log.hold.read() if is_canaried(log) else None
 
 
 def packing_of(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:
-    """Return the packing of the newest packed delta: rows from these deltas can be packed in that form.
+    """Return the form (dtype) in which the newest packed delta has its rows; None if no delta is packed.
 
-    `headers` are ordered, oldest first. None if no delta is packed.
+    Rows from these deltas can be packed in that form. `headers` are the deltas', oldest first.
     """
     return next((header.packing for header in reversed(list(headers)) if header.packing), None)
 
@@ -524,9 +547,11 @@ class _ByBase(_Way):
         self.log = log
 
     def plan(self, restoration: Restoration) -> Planned:
-        """Plan a base of a new log, as `_Way.plan`; the values are opened, not read.
+        """Plan a base of a new log; deltas are checked, the base's values are not read.
 
-        Raises NotFinite, UsageError, PositionError, VersionExists, CheckpointError or VerificationError.
+        Raises NotFinite if the log refuses the values; UsageError for hot rows in a store; PositionError if
+        deltas are missing; VersionExists or PositionError if no position is left; CheckpointError or
+        VerificationError if a delta is damaged.
         """
         self._check(restoration.of)
         self.log.state(restoration.of)
@@ -534,10 +559,13 @@ class _ByBase(_Way):
         return Planned(self.made, self.log.model / str(position), position, step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
-        """Publish a base that begins a new log, as `_Way.publish`; a rollback holds the new log first.
+        """Publish a base that begins a new log; a rollback holds the new log first.
 
-        The new log's hold is put back if the publication fails. Raises NotFinite, UsageError, PositionError,
-        CheckpointError, VerificationError or PublishError.
+        The new log's hold is put back if the publication fails. Raises NotFinite if the log refuses the
+        values; UsageError for hot rows in a store; PositionError or VersionExists if deltas are missing or
+        no position is left; PositionMoved if the position was used meanwhile; CheckpointError,
+        VerificationError or OSError if a published file is damaged or cannot be read; PublishError if nothing
+        can be written.
         """
         from exporter.pipeline.merged_base import BasePlace, write_base
         from exporter.pipeline.same_graph import SourceFiles
@@ -557,18 +585,19 @@ class _ByBase(_Way):
         return done
 
     def next_position(self) -> int:
-        """The position that the base will have: greater than all used ones; nothing is reserved.
+        """Return the position that the base will have: greater than all used ones; nothing is reserved.
 
-        Raises ManifestError, VersionExists or PositionError if there is none.
+        Raises VersionExists or PositionError if no position is left, ManifestError or LfsPointer if the used
+        ones cannot be known.
         """
         return reserve_position(self.log.model, None).position
 
     def _check(self, of: int) -> None:
-        """Raise NotFinite if the log refuses NaN or infinity in the values, UsageError for hot rows in a
-        store.
+        """Raise an error if the values of position `of` cannot be merged into a base.
 
-        Nothing is checked if a base is at `of`. Raises PositionUnknown if no base reaches it, CheckpointError
-        if a delta is damaged.
+        NotFinite if the log refuses NaN or infinity in them, UsageError if the base has hot rows and is in a
+        store, PositionUnknown if no base reaches the position, CheckpointError if a delta is damaged. Nothing
+        is raised if a base is at `of`.
         """
         from exporter.pipeline.merged_base import require_local, way_to
 
@@ -590,20 +619,22 @@ class _ByVersion(_Way):
         self._model, self.versions, self.hold = model, versions, Hold(model)
 
     def plan(self, restoration: Restoration) -> Planned:
-        """Verify all bytes of the version, and plan its publication under the next number, as `_Way.plan`.
+        """Verify all bytes of the version, and plan its publication under the next number.
 
-        Raises VerificationError if it is damaged, CheckpointError or OSError if a file cannot be read.
+        Raises VerificationError if it is damaged, CheckpointError or OSError if a file cannot be read,
+        VersionExists if no number is left, ManifestError if published positions cannot be read.
         """
         manifest = self._whole(restoration.of)
         number = self._next(manifest)
         return Planned(self.made, self._model / str(number), number, manifest.step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
-        """Verify the version and publish it again, its files linked (or copied), as `_Way.publish`.
+        """Verify the version and publish it again, its files linked (or copied).
 
-        A rollback holds the model at the new number first; the hold is put back if this fails. Raises
-        VerificationError if the version is damaged, CheckpointError or OSError if a file cannot be read, and
-        PublishError and subclasses if something cannot be written.
+        A rollback holds the model at the new number first; in the mirror of a store, the hold is uploaded at
+        once. The hold is put back if this fails. Raises VerificationError if the version is damaged,
+        CheckpointError or OSError if a file cannot be read, and PublishError and subclasses (VersionExists if
+        no number is left) if something cannot be written.
         """
         manifest = self._whole(restoration.of)
         with self.hold.put_back_on_failure(staging):
@@ -630,9 +661,10 @@ class _ByVersion(_Way):
             return publish_version(staging, draft, permission=_RESTORING, is_locked=True)
 
     def _next(self, manifest: Manifest) -> int:
-        """The number that `publish_version` will give a version with this manifest's step.
+        """Return the number that `publish_version` will give a version with this manifest's step.
 
-        Raises VersionExists if none is free, ManifestError if the published positions cannot be read.
+        Raises VersionExists if none is free, ManifestError or LfsPointer if the published positions cannot be
+        read.
         """
         last = last_position(self._model, self.versions)
         newest = greatest(self.versions[0].version, taken(self._model).version)

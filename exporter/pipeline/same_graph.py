@@ -73,7 +73,10 @@ class SourceFiles(Struct):
         return cls()
 
     def save(self, log: Path) -> None:
-        """Write the record beside a log, in place of the previous one; errors are ignored."""
+        """Write the record beside a log, by its directory, in place of the previous one.
+
+        A failure to write it is ignored.
+        """
         document: dict[str, Any] = {
             "places": {name: str(path.absolute()) for name, path in self.places.items()},
             "graph": self.graph,
@@ -100,7 +103,7 @@ class SameGraph(Struct, frozen=True):
     files: SourceFiles | None = None
 
     def save(self, log: Path) -> None:
-        """Write the record beside a log, if there is a new one; errors are ignored."""
+        """Write the new record, if there is one, beside a log; a failure to write it is ignored."""
         if self.files is not None:
             self.files.save(log)
 
@@ -108,14 +111,14 @@ class SameGraph(Struct, frozen=True):
 def check_same_graph(
     log: DeltaLog, request: ExportRequest, catalog: Catalog, before: SourceFiles
 ) -> SameGraph:
-    """Compare the request's graph and its tables' files with the base's; return the result for people.
+    """Compare the request's graph and its tables' files with the base's; return the result in words.
 
-    `before` is the record of the base's files, as read beside the log; the new one is in the result, to be
-    saved once a delta is published. Nothing is compared, without an error, if the base does not record its
-    sources.
+    `catalog` is the checkpoint, beside which the graph may be. `before` is the record of the base's files, as
+    read beside the log; the result has the new record, to be saved once a delta is published. If the base
+    does not record its sources, nothing is compared, and no difference is an error.
 
     Raises:
-        SchemaChanged: they differ.
+        SchemaChanged: the graph or a file differs.
         UsageError: outputs are to be verified, or the graph is to be checked and its source is not known.
         ManifestError: the base's record of its files has a path outside its directory.
         GraphError, CheckpointError, TensorFlowNeeded, OSError: the graph has to be built for the comparison,
@@ -148,9 +151,9 @@ def _check_files(
 ) -> SameGraph:
     """Compare the files of a graph and of its tables; build it if files differ that its code only read.
 
-    `differences` are those of options, as texts. Raises SchemaChanged for any difference, UsageError if a
-    Python file is named without its function; GraphError, CheckpointError, TensorFlowNeeded or OSError if the
-    graph cannot be built.
+    `differences` lists differences of options, as texts. Raises SchemaChanged for any difference, UsageError
+    if a Python file is named without its function; GraphError, CheckpointError, TensorFlowNeeded or OSError
+    if the graph cannot be built.
     """
     base = f"of base {log.base.at.position}"
     files, more = _source_files(log, origin, asked, before)
@@ -200,9 +203,7 @@ def _require_meant(asked: GraphRequest) -> None:
 
 
 def _mismatch(base: str, differences: list[str]) -> SchemaChanged:
-    """Return the error for a graph or files with these `differences` from the base, a phrase like "of base
-    7".
-    """
+    """Return the error for a graph or files with these differences; `base` is a phrase like "of base 7"."""
     return SchemaChanged(
         f"the graph or its files are not those {base}",
         cause="; ".join(dict.fromkeys(differences)),
@@ -215,8 +216,10 @@ def _source_files(
 ) -> tuple[SourceFiles, list[str]]:
     """Return the record of the requested graph's files, and the differences of a finished graph, as texts.
 
-    A finished graph is a file or directory, not a builder; of a builder, and of the base's own graph, there
-    are no differences. A file that cannot be read is a difference, too.
+    A finished graph is a file or directory, not a builder; of a builder, and of the base's own graph, the
+    list is []. A file that the operating system refuses to read is a difference, too. Raises BuilderError if
+    a named file or module does not exist, CheckpointError or CodeRefused if a model's archive is damaged or
+    needs code, TensorFlowNeeded if it cannot be read without.
     """
     try:
         digest = origin.finished_graph(asked, before.digests)
@@ -240,8 +243,9 @@ def _compare_finished(
 ) -> tuple[SourceFiles, list[str]]:
     """Compare a finished graph whose bytes differ from the base's, but which may be the same inference graph.
 
-    Returns the record of its files and the differences as texts; a graph that cannot be loaded is one. Only a
-    model that an archive describes needs TensorFlow: TensorFlowNeeded without it.
+    Returns the record of its files, and the differences as texts; [] if there are none. A graph that cannot
+    be loaded is a difference. Raises TensorFlowNeeded for a model that an archive describes, without
+    TensorFlow.
     """
     try:
         return _compare_built(log, origin, asked, files)
@@ -254,10 +258,11 @@ def _compare_finished(
 def _compare_built(
     log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """Load the requested inference graph, and compare it with the base's; `files` is the record so far.
+    """Load the requested inference graph; return the record with its files, and differences from the base.
 
-    Returns the record with its files, and all differences of the graph or its files as texts. Raises
-    UsageError, GraphError, CheckpointError, TensorFlowNeeded or OSError if it cannot be loaded.
+    `files` is the record so far. The differences, of the graph or its files, are texts; [] if there are none.
+    A builder runs. Raises UsageError, GraphError, CheckpointError, TensorFlowNeeded or OSError if the graph
+    cannot be loaded.
     """
     from exporter.graph.load import clean, load_source
 

@@ -22,11 +22,11 @@ _WHY = "hot rows lie behind a table"
 
 
 def lay_chosen_rows(staged: Staged) -> None:
-    """Append the chosen hot rows to the staged tables; do nothing without any.
+    """Append the chosen hot rows to the staged tables; do nothing if no hot rows are chosen.
 
     Shards are renamed. `staged.hot` gets the tables, by served name, and `staged.variables` the new catalog.
-    Raises UsageError if a row is outside its table or chosen twice, NotServable for a name in use,
-    CheckpointError, OSError or PublishError if files cannot be read or written.
+    Raises UsageError if a row is outside its table or chosen twice, NotServable if a tensor has a name that
+    hot rows need, CheckpointError, OSError or PublishError if files cannot be read or written.
     """
     chosen = {choice.key: choice for choice in staged.plan.hot}
     if not chosen:
@@ -56,8 +56,9 @@ def lay_chosen_rows(staged: Staged) -> None:
 def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
     """Return a function that yields the numbers of a table's hot rows, hottest first, in blocks.
 
-    Of a table by keys, counts or keys are read now, and CheckpointError or OSError is raised now; of another
-    table, while iterating, with UsageError for a row that it does not have.
+    Of a table by keys, counts or the file's keys are read now: CheckpointError or OSError if they cannot be.
+    Of another table, the file is read while the blocks are iterated: UsageError for a row that the table does
+    not have, CheckpointError or OSError if the file cannot be read.
     """
     rows, file = source.tensor.shape[0], choice.file
     if choice.table is not None:
@@ -72,8 +73,8 @@ def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
     """Return the row numbers of a file's keys in the staged table, in the file's order (int64).
 
     Keys that the table does not have are left out; of a repeated key the first counts. The file's keys are in
-    memory; the table's are read in blocks. Raises CheckpointError if a file changed, OSError if it cannot be
-    read.
+    memory; the table's are read in blocks. Raises CheckpointError or OSError if the file, or a staged shard,
+    changed or cannot be read.
     """
     from exporter.delta.row_reader import served_in  # late: other exports need none of it
 
@@ -94,7 +95,7 @@ def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
 def _most_counted(layout: TableLayout, choice: HotChoice) -> Array:
     """Return at most a tenth of the table's rows, those with counts above 0, most often seen first (int64).
 
-    Raises CheckpointError if the checkpoint's counts cannot be read.
+    Raises CheckpointError or OSError if the checkpoint's counts cannot be read.
     """
     plan = next(each for each in layout.tables if each.name == choice.name)
     most = -(-plan.variable.rows // _COUNTED_SHARE)

@@ -103,15 +103,17 @@ Step: TypeAlias = Callable[[Staged], object]
 
 
 def write_values(staged: Staged) -> None:
-    """Write `variables/` and set `staged.variables` and `staged.mapping`.
+    """Write `variables/` and set `staged.variables`, `staged.mapping` and the mapping of `staged.plan`.
 
     A checkpoint that is not a tensor bundle is first converted into one; indexes of tables by keys are built.
+    Jobs that wrote are pushed on `staged.jobs`.
 
     Raises:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
         LinkRefused: links are asked for, and are impossible, or the checkpoint is not a tensor bundle.
         CheckpointError, MappingError, NotFinite, EngineFailed, PublishError: see errors.py.
         UsageError: tasks are so small that there would be too many shards, or the engine is unknown.
+        OSError: a file of the checkpoint cannot be read.
     """
     request, catalog = staged.plan.request, staged.plan.catalog
     data, runner = (
@@ -144,12 +146,11 @@ def write_values(staged: Staged) -> None:
 
 
 def _write_indexes(staged: Staged, runner: Runner) -> tuple[int, int]:
-    """Write the indexes of dynamic tables, and map from these; return the number of tasks, and the bytes
-    read.
+    """Write the indexes of dynamic tables by tasks; return the number of tasks, and of bytes that they read.
 
-    (0, 0) if there are none to write. The number of bytes is an estimate. The mapping is set in
-    `staged.plan`. Raises CheckpointError if tables are damaged, PublishError or EngineFailed if the indexes
-    cannot be written.
+    (0, 0) if there are no such tables. The number of bytes is an estimate. The mapping of `staged.plan` then
+    has the indexes as sources; the job is pushed on `staged.jobs`. Raises CheckpointError if tables are
+    damaged, PublishError or EngineFailed if the indexes cannot be written.
     """
     layout, admission = staged.plan.layout, staged.plan.admission
     if layout is None:
@@ -166,7 +167,8 @@ def _write_indexes(staged: Staged, runner: Runner) -> tuple[int, int]:
 def _convert(staged: Staged) -> None:
     """Write the tensors that the mapping needs from an archive into a bundle beside the staged one.
 
-    The plan's mapping then refers to that bundle. Raises CheckpointError or PublishError.
+    The mapping and layout of `staged.plan` then refer to that bundle. Raises CheckpointError or OSError if
+    the archive is damaged or cannot be read, PublishError if the bundle cannot be written.
     """
     mapping, layout = staged.plan.mapping, staged.plan.layout
     laid_out = layout.shapes if layout is not None else {}
@@ -187,7 +189,8 @@ def name_plain_version(staged: Staged) -> None:
     """Set `staged.graph` and `staged.warmup` of a plain version, which takes no deltas.
 
     If the paths of mapped tables need its number, `staged.place` is set to the next position; nothing is
-    reserved. Raises ManifestError, PositionError or VersionExists if there is none.
+    reserved. Raises ManifestError, PositionError or VersionExists if there is no next position, MappingError
+    or GraphError if warm-up requests cannot be made for the graph.
     """
     planned = staged.plan
     mapped = [source for source in staged.mapping.sources if source.is_mapped]
@@ -201,8 +204,9 @@ def name_plain_version(staged: Staged) -> None:
 def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
     """Return the given warm-up requests; without any, generated ones if tables are mapped.
 
-    First reads of mapped tables are slow. () if requests are refused by option, or cannot be generated here.
-    Raises MappingError if a variable that is to be cast is used in a way that forbids it.
+    First reads of mapped tables are slow. () if requests are refused by option, or cannot be generated here:
+    the graph may not be run, or TensorFlow is missing. Raises MappingError if a variable that is to be cast
+    is used in a way that forbids it, GraphError if an input has an unknown dtype.
     """
     request = planned.request
     if request.warmup or request.no_warmup or not request.map_tables:
@@ -218,8 +222,9 @@ def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
 def write_graph(staged: Staged) -> None:
     """Write `saved_model.pb` and assets, and set `staged.tables` and `staged.oldest_server`.
 
-    If tables are mapped, the graph has the paths of the staged shards, and their id is written, too. Raises
-    MappingError, NotServable or PublishError.
+    If tables are mapped, the graph has the paths that the shards will have, and their id is written, too.
+    Raises MappingError, NotServable or GraphError if the graph cannot be written with these variables,
+    LfsPointer if an asset is a Git LFS pointer, PublishError if files cannot be written.
     """
     files = mapped_files(staged.plan.mapping, staged.variables.catalog)
     staged.tables = NOTHING_MAPPED
@@ -275,7 +280,9 @@ def check_staged(staged: Staged) -> None:
         VerificationError: something differs, or the graph cannot be run.
         AccessRefused, TensorFlowNeeded: outputs are to be compared, and the graph may not or cannot be run.
         NotServable: outputs are to be compared, and a function of the source graph calls itself.
-        CheckpointError: a file cannot be read; CheckpointChanged if the trainer removed it meanwhile.
+        MissingAsset: outputs are to be compared, and a file of the source graph's tables is missing.
+        CheckpointError, OSError: a file cannot be read; CheckpointChanged if the trainer removed it
+            meanwhile.
         UsageError, EngineFailed: the engine is unknown, or failed.
     """
     planned, catalog = staged.plan, staged.variables.catalog
@@ -305,7 +312,8 @@ def check_published(staged: Staged) -> None:
 
     They are checked for NaN and infinity only if a base refuses these in deltas and `--verify` includes
     bytes, and by golden requests only if some are given. Raises NotFinite or VerificationError if they do not
-    pass, CheckpointError if they cannot be read, TensorFlowNeeded if golden requests cannot be run.
+    pass, CheckpointError or OSError if they cannot be read, TensorFlowNeeded if golden requests cannot be
+    run.
     """
     request = staged.plan.request
     if request.updates and request.updates.finite and request.verify.includes(Verify.BYTES):
@@ -314,10 +322,9 @@ def check_published(staged: Staged) -> None:
 
 
 def _running(staged: Staged) -> Running:
-    """Return the limits for running graphs: none if code is allowed or another library's operations are
-    loaded.
+    """Return the limits within which graphs are run to verify the staged version.
 
-    Without limits they run in this process.
+    They run in this process, without limits, if code is allowed or operations of another library are loaded.
     """
     planned = staged.plan
     trusted = planned.source.trust.code or bool(planned.graph.foreign)
