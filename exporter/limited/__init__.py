@@ -1,1 +1,1 @@
-"""Run other people's code in a limited process, so that it can neither hang nor crash ours."""
+"""Run foreign code in a process with limits, so that it can neither hang nor crash this one."""

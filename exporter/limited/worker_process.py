@@ -120,7 +120,7 @@ def _require(library: str) -> None:
 
 
 def _reason(error: BaseException, config: Mapping[str, Any]) -> Refused:
-    """Return the Refused that tells the parent process which error to raise for `error`.
+    """Return the Refused by which the parent process learns the error that it raises for `error`.
 
     A Refused itself is returned unchanged. A MemoryError becomes UnsafeArchive, an error with "truncated" in
     the first line of its text TruncatedFile, and any other CorruptFile. `config["kind"]` names the kind of

@@ -160,7 +160,8 @@ class VersionRule(Struct, frozen=True):
     def parse(cls, asked: str | int | None) -> VersionRule:
         """The rule for a value of `--version`: `time`, an integer, or None (number versions by position).
 
-        Raises UsageError if it is neither `time` nor an integer from 0 below 2**62.
+        An integer is the number of the version. Raises UsageError if it is neither `time` nor an integer from
+        0 below 2**62.
         """
         if asked is None:
             return cls()
@@ -348,10 +349,11 @@ def publish_version(
     """Rename `staging.path` to `<model>/<version>`; with `keep`, also remove older versions.
 
     `draft` has the manifest's fields that are known before; the manifest is completed, signed if a key is in
-    force, and written. A reserved position is the version's number, too. `permit` is called under the model's
-    lock, and raises if the version may not be published; `is_locked`: the caller has that lock already.
-    `grace_seconds` is how long a superseded version stays; `clock` returns seconds since 1970. A failure to
-    remove older versions is only a warning of the result.
+    force, and written. `rule` numbers the version; a reserved position is its number, too. `permission`
+    permits exceptions from a hold or a log. `permit` is called under the model's lock, and raises if the
+    version may not be published; `is_locked`: the caller has that lock already. `grace_seconds` is how long a
+    superseded version stays; `clock` returns seconds since 1970. A failure to remove older versions is only a
+    warning of the result.
 
     When this returns, the version survives a power cut, except files with a second link (the trainer's
     shards): these are neither synced, which would cost O(bytes), nor changed in their mode.
@@ -359,14 +361,14 @@ def publish_version(
     Raises:
         UsageError: `keep` would leave no version; or see `Permission.check`; nothing was published.
         ModelHeld, ChainEnds: see `Permission.check`; nothing was published.
-        VersionExists: see `VersionRule.choose`; or a directory without a manifest has the reserved number, or
-            a greater one.
+        VersionExists: see `VersionRule.choose`; or a directory without a manifest has the reserved
+            number, or a greater one.
         PositionMoved: something was published since the position was reserved.
         NotTrusted: it would be signed, and the versions there are of several models, or of another one.
         TargetBusy: another exporter held the lock for `LOCK_SECONDS`.
         ManifestError: the newest version's manifest is damaged, so that the next position is unknown.
         VerificationError: the staged tree holds something that is neither a file nor a directory.
-        CheckpointError: a staged file is a pointer that Git LFS has not replaced.
+        CheckpointError: a staged file, or a manifest, is a pointer that Git LFS has not replaced.
         TargetNotWritable, DiskFull, PublishError: the operating system refused; nothing was published.
     """
     if keep is not None and keep.newest < 1:

@@ -83,11 +83,12 @@ def publish_changes(
     under_lock: UnderLock = TAKING_THE_LOCK,
     check: Callable[[Catalog], object] | None = None,
 ) -> PublishedDelta:
-    """Write changes as a delta of `log`, and publish it.
+    """Write changes as a delta of `log` in `staging`, and publish it.
 
     `changes` are by variable name; `what` has the delta's span and its entry in the manifest. `check` gets
-    the written delta's catalog before it is published; its errors are raised as they are. `last` and
-    `under_lock`: see `publish_delta`.
+    the written delta's catalog before it is published, and its errors are raised as they are; None: no check.
+    `last` was the model's greatest position when the changes were found; None where that does not matter.
+    `under_lock`: see `UnderLock`.
 
     Raises:
         NotFinite: the log's model would refuse it; nothing was published.
@@ -114,10 +115,11 @@ def publish_written(
     last: int | None,
     under_lock: UnderLock,
 ) -> PublishedDelta:
-    """Publish the staged delta, which holds `rows` rows of all tables and has `header_of` as its header.
+    """Publish the delta in `staging`, with `rows` rows of all tables and `header_of` as its header.
 
-    `what` has the delta's span and its entry in the manifest. `last` and `under_lock`: see `publish_delta`.
-    If the log's model wants finite values, the caller has checked them (`exporter.publish.finite`).
+    `what` has the delta's span and its entry in the manifest. `last` was the model's greatest position when
+    the delta was made; None where that does not matter. `under_lock`: see `UnderLock`. If the log's model
+    wants finite values, the caller has checked them (`exporter.publish.finite`).
 
     Raises:
         CheckpointError: the staged delta's index cannot be read, or a manifest cannot be fetched.

@@ -221,9 +221,9 @@ class Hold(Struct, frozen=True):
 
     @property
     def by(self) -> HeldBy | None:
-        """Who set the hold, why and when, with its position.
+        """The record of the hold in force: its setter, time, reason and position.
 
-        None without a hold, or if that is not recorded.
+        None without a hold, or if no record of it is kept.
         """
         held = self.for_servers()
         return None if held is None else held.by
@@ -331,13 +331,14 @@ class Hold(Struct, frozen=True):
             return b"" if self.is_set else None
 
     def put(self, position: int, staging: Staging, *, canary: bool = False, why: str | None = None) -> None:
-        """Set the directory's own hold atomically: a canary's, or one that also binds publishers.
+        """Set the directory's own hold at `position`: a canary's, or one that also binds publishers.
 
         The store's hold is kept. `why` is the reason that is recorded; None: none. Files are written beside
-        the staged bundle first. The caller has the model's lock.
+        the staged bundle first, and the hold is replaced atomically. The caller has the model's lock.
 
         Raises:
-            TargetNotWritable, DiskFull, PublishError: as `exporter.storage.files.writing`.
+            TargetNotWritable, DiskFull, PublishError: the operating system refuses to write or sync the
+                files.
         """
         own = HeldBy.now(position, why, canary=canary)
         self.set(Decided(own, self.decided().stored), staging)
@@ -345,11 +346,13 @@ class Hold(Struct, frozen=True):
     def set(self, decided: Decided, staging: Staging, content: bytes | None = None) -> None:
         """Write both holds, the directory's own and the store's, atomically.
 
-        Without any, remove the hold's files. If the store's number cannot be read, its bytes (`content`) are
-        written in place of a position. The caller has the model's lock.
+        If `decided` has neither and `content` is None, the hold's files are removed. If the store's number
+        cannot be read, its bytes (`content`) are written in place of a position. The caller has the model's
+        lock.
 
         Raises:
-            TargetNotWritable, DiskFull, PublishError: as `exporter.storage.files.writing`.
+            TargetNotWritable, DiskFull, PublishError: the operating system refuses to write or sync the
+                files.
         """
         by = decided.in_force
         if by is None and content is None:
@@ -371,7 +374,7 @@ class Hold(Struct, frozen=True):
         self.announce_both(Decided(by, self.decided().stored), staging)
 
     def announce_both(self, decided: Decided, staging: Staging) -> None:
-        """Write `hold.json` for both holds, as `announce`; without any, only make the directory.
+        """Write `hold.json` for both holds, as `announce`; with neither hold, only make the directory.
 
         OSError, or PublishError and its subclasses, if it cannot be written.
         """
@@ -386,11 +389,12 @@ class Hold(Struct, frozen=True):
     def lift(self, staging: Staging | None = None) -> None:
         """Remove the directory's own hold; the store's hold is in force then, if there is one.
 
-        Without a `staging`, in which files are prepared, the store's hold is removed, too. The caller has the
-        model's lock.
+        With `staging` None the store's hold is removed, too; otherwise files are prepared in it. The caller
+        has the model's lock.
 
         Raises:
-            TargetNotWritable, DiskFull, PublishError: as `exporter.storage.files.writing`.
+            TargetNotWritable, DiskFull, PublishError: the operating system refuses to write or remove the
+                files.
         """
         stored = self.decided().stored
         if stored is None or staging is None:
@@ -411,7 +415,7 @@ class Hold(Struct, frozen=True):
 
     @contextmanager
     def put_back_on_failure(self, staging: Staging) -> Iterator[None]:
-        """Restore the hold as it was before the block if the block fails, and raise its error.
+        """If the block fails, restore the hold that was set before the block, and raise the block's error.
 
         A copy of the hold is written in staging before the block, as disk space may run out: PublishError or
         a subclass if it cannot be. A hold that cannot be restored stays as the block left it: it binds more
@@ -446,7 +450,7 @@ class Hold(Struct, frozen=True):
         self._replace(link)
 
     def settle(self, prepared: Path) -> None:
-        """Rename the `prepared` file (see `prepare`) over the hold, a link or a canary's.
+        """Replace the hold, which is a link or a canary's, by the `prepared` file (see `prepare`).
 
         A failure is ignored.
         """
@@ -540,9 +544,9 @@ def _of(said: HoldDocument) -> HeldBy:
 
 
 def _of_nobody(held: HeldAt, path: Path) -> HeldBy:
-    """A hold without a recorded author, for a number without a document; its time is that of the file.
+    """A hold without a recorded author, for a number without a document; its time is the file's.
 
-    `path` is the file of the number; the time is 1970 if that is gone.
+    `path` is the file of the number; its time is the last modification, or 1970 if the file is gone.
     """
     try:
         since = path.lstat().st_mtime

@@ -36,8 +36,9 @@ class Level(StrEnum):
 
     @property
     def on_page(self) -> str:
-        """The level's name on the agent's page and in `/status.json`, which alerts read: `wrong` is `bad`
-        there.
+        """The level's name on the agent's page and in `/status.json`: `wrong` is `bad` there.
+
+        Alerts read these names.
         """
         return "bad" if self is Level.WRONG else self.value
 
@@ -260,8 +261,9 @@ def code_of(
 ) -> tuple[Code, str]:
     """The state of a server by the version that answers its requests, and why; "" if the code says it all.
 
-    `served` is that version, `model` the published model. `error` is the failure of its last update, empty
-    without one. `is_loading`: another version is about to be available.
+    `served` is that version, `model` the published model, and `limits` says after how long a server is late.
+    `error` is the failure of its last update, empty without one. `is_loading`: another version is about to be
+    available.
     """
     is_of_log = served.position is not None and served.behind_deltas is not None
     at = served.position if served.position is not None else served.number
@@ -327,11 +329,11 @@ class Habit(Struct, frozen=True):
     def silence(
         self, now: datetime, expected_s: float | None = None, in_store: datetime | None = None
     ) -> Silence:
-        """Return the seconds since the newest publication, at `now`, and the limit: `expected_s`, or the
-        habit's.
+        """Return the seconds since the newest publication, at `now`, and the seconds that would be too long.
 
-        `in_store` is when the newest publication in the store was made, if this is a copy; the later one
-        counts. The seconds are None if neither is known.
+        These are `expected_s`, or the habit's own if that is None. `in_store` is when the newest publication
+        in the store was made, if this is a copy; the later of both counts. The seconds since are None if
+        neither time is known.
         """
         newest = max(filter(None, (self.newest, in_store)), default=None)
         seconds = None if newest is None else seconds_since(newest, now)
@@ -344,7 +346,7 @@ def silent(
     """The finding that the publisher of `model` (a path or URL) is silent for too long, as `found` says.
 
     `is_learned`: the limit is its own habit, not a configured one. `takes_deltas`: the model does, for the
-    command that the finding proposes.
+    command that the finding proposes. UsageError if a URL is malformed.
     """
     seconds, longest = found.seconds or 0.0, found.longest_s or 0.0
     usual = "it is usually quicker than" if is_learned else "it is expected at least every"
@@ -371,6 +373,11 @@ def judge(model: Model, servers: Sequence[Server], now: datetime, limits: Limits
 
     While no version is published, only servers that do not answer have one. A server that has lacked
     something for less than `limits.late_s` is a warning. `now` has a time zone.
+
+    Raises:
+        CheckpointError: the newest version's manifest is a pointer of Git LFS, or cannot be fetched from
+            its store.
+        OSError: that manifest exists but cannot be looked at.
     """
     return [finding for server in servers for finding in _of_server(model, server, now, limits)]
 
@@ -429,7 +436,7 @@ def _not_loaded(
     """Return the finding for a server whose newest version (`answer`; None: unknown there) is not available.
 
     It is a warning while the server serves another version, reports no failure, and the newest one is younger
-    than `limits.late_s`; else wrong.
+    than `limits.late_s`; else wrong. CheckpointError if the newest version's manifest cannot be fetched.
     """
     newest = newest_of(model.versions)
     assert newest is not None
@@ -474,7 +481,7 @@ def _behind(model: Model, server: Server, served: Served, now: datetime, limits:
 def _age(published: Path, now: datetime) -> float:
     """The seconds from the publication of the version in directory `published` to `now`, at least 0.
 
-    0 if its manifest cannot be read.
+    0 if its manifest is damaged or missing, CheckpointError if it cannot be fetched from its store.
     """
     try:
         return seconds_since(read_head(published).created, now)

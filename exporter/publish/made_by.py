@@ -41,7 +41,8 @@ class _Kept(Struct, frozen=True):
 def _place(model: str | Path) -> Path:
     """The path of the file with the arguments of a model's export, by the model's path or URL.
 
-    It need not exist. RuntimeError if the user's home directory is needed, and not known.
+    It need not exist. RuntimeError if the user's home directory is needed, and not known; UsageError if the
+    URL is malformed.
     """
     url = Url.parse(shown(os.fspath(model)))
     if url is None:
@@ -54,7 +55,8 @@ def _place(model: str | Path) -> Path:
 def _kept(model: str | Path) -> _Kept | None:
     """The arguments that an export of this user kept for a model (its path or URL).
 
-    None if there are none, they cannot be read, or another user wrote them.
+    None if there are none, they cannot be read, or another user wrote them. UsageError if the URL is
+    malformed.
     """
     place = _place(model)
     with suppress(OSError, RuntimeError, msgspec.DecodeError, LfsPointer):
@@ -98,8 +100,12 @@ def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | 
     """Return the command line that publishes a new base of a model, which is given by its path or URL.
 
     Without kept arguments it is made from the manifest of the newest version, read in `model`, or in
-    `manifests`, a copy of it; words in capitals stand for what is not known. `ckpt_dir` is the trainer's
-    directory; None takes it from the manifest.
+    `manifests`, a copy of it; words in capitals stand for what is not known, also if that manifest is damaged
+    or missing. `ckpt_dir` is the trainer's directory; None takes it from the manifest.
+
+    Raises:
+        UsageError: a URL is malformed; or keys are trusted there, and a file of keys cannot be read.
+        CheckpointError: the manifest is a pointer of Git LFS, or cannot be fetched from its store.
     """
     if again := export_kept_of(model):
         return again
@@ -123,16 +129,17 @@ def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | 
 def export_kept_of(model: str | Path) -> str:
     """The command for a new base of a model (path or URL), with the arguments that this user's export kept.
 
-    Empty without kept arguments.
+    Empty without kept arguments. UsageError if a URL is malformed.
     """
     return _again(model, "--new-base", "always", "--again")
 
 
 def look_at_trainer(model: str | Path, *, takes_deltas: bool = True) -> str:
-    """The command that tells how far the trainer has written, and what an export would publish.
+    """The command that shows the trainer's progress and the next publication, and publishes nothing.
 
-    It publishes nothing. It is the doctor of the model (a path or URL) if this user has not exported it.
-    `takes_deltas`: the export would publish a delta.
+    It is a dry run of this user's export with the arguments that were kept, or the doctor of the model (a
+    path or URL) without any. `takes_deltas`: the export would publish a delta. UsageError if a URL is
+    malformed.
     """
     again = _again(model, *(["--incr"] if takes_deltas else []), "--dry-run")
     return again or f"export-model doctor {quoted(model)}"
@@ -141,7 +148,7 @@ def look_at_trainer(model: str | Path, *, takes_deltas: bool = True) -> str:
 def _again(model: str | Path, *options: str) -> str:
     """The command line of this user's kept export of a model, with further `options`.
 
-    Empty if none was kept.
+    Empty if none was kept. UsageError if the model's URL is malformed.
     """
     kept = _kept(model)
     if kept is None:

@@ -96,12 +96,16 @@ class BaseEntry(
     def of(
         cls, log: int, schema: Schema, mapping_spec: MappingSpec, trained: TrainerVersion, updates: Updates
     ) -> BaseEntry:
-        """The entry of a base that begins the log with the number `log`, which is the base's position."""
+        """The entry of a base that begins the log with the number `log`, which is the base's position.
+
+        `schema` describes the served variables, `mapping_spec` is the recipe by which deltas are made,
+        `trained` the trainer's state that the base serves, and `updates` the options of its graph.
+        """
         return cls(log, trained, schema.to_json(), mapping_spec, updates)
 
     @cached_property
     def schema(self) -> Schema:
-        """The served variables, as deltas hold them; DocumentError if the rows are not a schema."""
+        """The served variables, as deltas hold them; DocumentError if `schema_rows` is not a schema."""
         try:
             return Schema.from_json(self.schema_rows)
         except ValueError as error:
@@ -109,10 +113,10 @@ class BaseEntry(
 
     @cached_property
     def mapping_spec(self) -> MappingSpec:
-        """The recipe by which the next delta is made from a checkpoint, completed where an earlier release
-        wrote it.
+        """The recipe by which the next delta is made from a checkpoint.
 
-        DocumentError if the entry's rows are not a schema.
+        A recipe of an earlier release, which has only the rules, is completed. DocumentError if `schema_rows`
+        is not a schema.
         """
         return resolved(self.recipe, self.schema)
 
@@ -289,9 +293,7 @@ class Origin(Struct, frozen=True, omit_defaults=True):
 
 
 class RestoredValues(Struct, frozen=True, omit_defaults=True):
-    """The rollback or resumption that published a version again, and the version whose values it brought
-    back.
-    """
+    """A rollback or resumption that published a version again, and the position whose values it restored."""
 
     made: Annotated[Literal["rollback", "resume"], doc("which of the two")]
     back_to: Annotated[Count, doc("the version or position whose values came back")]
@@ -323,9 +325,7 @@ class UnmappedTable(Struct, frozen=True, rename={"bytes_": "bytes"}):
 
 
 class MappedRecord(Struct, frozen=True):
-    """The tables that servers map of a version made with mapped tables, and the directory from which they
-    map.
-    """
+    """The tables of a version that servers map, and the directory from which they map them."""
 
     id: Annotated[str, doc("the content of `variables/mapped.id`; empty: no table is mapped")]
     directory: Annotated[
@@ -343,7 +343,7 @@ class MergedPart(Struct, frozen=True):
 
 
 class MergedFrom(Struct, frozen=True):
-    """What a base was merged from: the same files come of it wherever these publications are."""
+    """The publications from which a base was merged; merging them again anywhere gives the same files."""
 
     parts: Annotated[tuple[MergedPart, ...], doc("the base, and the deltas on top of it, oldest first")]
     task_bytes: Annotated[Count, doc("about what one task read; large tables are divided by it")]
@@ -443,7 +443,10 @@ class ManifestHead(Struct, frozen=True, rename={"created_text": "created"}):
 
     @property
     def created(self) -> datetime:
-        """The time of publication."""
+        """The time of publication.
+
+        DocumentError if its text has the form of a time and is none, which `head_from_json` refuses.
+        """
         return _created(self.created_text)
 
     @property

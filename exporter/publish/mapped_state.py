@@ -1,6 +1,4 @@
-"""Check whether a server on this machine maps the tables of a version, as its graph would, without loading
-it.
-"""
+"""Check whether a server on this machine maps a version's tables, as its graph would, without loading it."""
 
 from __future__ import annotations
 
@@ -59,8 +57,9 @@ _STEP_BYTES = 128 << 10
 def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool]) -> int:
     """Have the kernel read the tables in the directory `version` in advance.
 
-    Return the number of bytes requested. `goes_on` is called before each step of 128 KiB; False ends it
-    early. At most half of the available memory is requested: more would push out what is being served.
+    `record` has the tables. Return the number of bytes requested. `goes_on` is called before each step of 128
+    KiB; False ends it early. At most half of the available memory is requested: more would push out what is
+    being served.
 
     Raises:
         OSError, ManifestError: a file is missing, or its name is not below the version.
@@ -87,9 +86,9 @@ def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool])
 
 
 def mapped_elsewhere(record: MappedRecord, version: Path) -> str:
-    """The directory that servers map instead of `version`, which is a copy of it.
+    """The directory that servers map, by `record`, instead of `version`, which is a copy of that directory.
 
-    "" if `version` is that directory, or if one of the two does not exist, so that nothing is mapped.
+    "" if `version` is that directory itself, or if one of the two does not exist, so that nothing is mapped.
     """
     try:
         is_own = Path(record.directory).samefile(version)
@@ -101,8 +100,8 @@ def mapped_elsewhere(record: MappedRecord, version: Path) -> str:
 def tables_state(record: MappedRecord, version: Path) -> str:
     """The state of a version's tables: `mapped`, `mapped from DIR` for a copy, or `restored: ` and why.
 
-    `version` is the directory that is looked at. ManifestError if the name of a table's file is not below it,
-    CheckpointError if a file is a pointer of Git LFS.
+    `version` is the directory that is looked at, `record` is its manifest's. ManifestError if the name of a
+    table's file is not below it, CheckpointError if a file is a pointer of Git LFS.
     """
     why, elsewhere = why_restored(record), mapped_elsewhere(record, version)
     if why:

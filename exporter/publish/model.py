@@ -282,7 +282,8 @@ class _Known(Struct):
 
         None if the version takes no deltas, is not trusted, or has no manifest that can be read (`doctor`
         reports that). What was read is remembered: bases, rollbacks, times, and errors about untrusted
-        versions. OSError if the manifest exists but cannot be looked at.
+        versions. OSError if the manifest exists but cannot be looked at; CheckpointError if it is a pointer
+        of Git LFS, or cannot be fetched from its store; UsageError if a file of trusted keys cannot be read.
         """
         try:
             file = FileIdentity.of((path / MANIFEST_FILE).stat())
@@ -316,7 +317,8 @@ class _Known(Struct):
         """Return the log of `base`, its newest base, with the `listed` deltas that can be read.
 
         `base` was returned by `_Known.base` before. `hold` is the log's, or None. Deltas are read once and
-        remembered; after an untrusted delta there are none.
+        remembered; after an untrusted delta there are none. CheckpointError if a file of a delta is a pointer
+        of Git LFS, or cannot be fetched from its store.
         """
         lineage, is_canary = base.manifest.lineage or "", hold is not None and hold.is_canary
         limit = None if hold is None else hold.position
@@ -368,7 +370,7 @@ class _Known(Struct):
         """Read a delta: return its span, and its size in bytes; None if it was just removed, or is damaged.
 
         Its publication is remembered, or the error if keys are trusted there and it fails their check.
-        CheckpointError if a file of it is a pointer of Git LFS.
+        CheckpointError if a file of it is a pointer of Git LFS, or cannot be fetched from its store.
         """
         try:
             manifest, entry = delta.manifest, delta.entry
@@ -386,8 +388,9 @@ class _Known(Struct):
     def _seen(self, created: datetime) -> datetime:
         """Return when a publication that is read now was made: the publisher's time, if our clock allows it.
 
-        Else it is the nearest time that is possible: not before `since`, not later than now. For a
-        publication that appeared between two looks, the difference of the two clocks is noted in `skew_s`.
+        `created` is the publisher's time. If it is not possible, the nearest time that is possible is
+        returned: not before `since`, not later than now. For a publication that appeared between two looks,
+        the difference of the two clocks is noted in `skew_s`.
         """
         if self.since is None:
             return created
@@ -459,6 +462,9 @@ class Model(Struct, frozen=True, dict=True):
             NotUpdatable: nothing is published.
             ManifestError: the model cannot be looked at, or the log of its newest version has vanished.
             OSError: a manifest exists but cannot be looked at.
+            CheckpointError: a manifest, a hold or a signed file is a pointer of Git LFS, or cannot be
+                fetched.
+            UsageError: keys are trusted there, and a file of keys cannot be read.
         """
         known = _Known() if before is None else before.known
         versions = version_dirs(path)
@@ -491,7 +497,12 @@ class Model(Struct, frozen=True, dict=True):
         """Read the model and the manifests of all its publications, which `publications` and `at` then have.
 
         Raises:
-            NotUpdatable, ManifestError, OSError: as `Model.read`.
+            NotUpdatable: nothing is published.
+            ManifestError: the model cannot be looked at.
+            OSError: a manifest exists but cannot be looked at.
+            CheckpointError: a manifest or a hold is a pointer of Git LFS, or cannot be fetched from its
+                store.
+            UsageError: keys are trusted there, and a file of keys cannot be read.
         """
         found = cls.read(path)
         _ = found.publications, found.at  # now: in a store, files that move later would be read anew
@@ -611,7 +622,8 @@ class Model(Struct, frozen=True, dict=True):
     def current(self) -> DeltaLog | None:
         """The log of the newest version; None if that takes no deltas, or its manifest cannot be read.
 
-        OSError if the manifest exists but cannot be looked at.
+        OSError if the manifest exists but cannot be looked at, CheckpointError if it is a pointer of Git LFS
+        or cannot be fetched from its store.
         """
         newest = newest_of(self.versions)
         base = None if newest is None else self.known.base(newest.path)
@@ -624,7 +636,8 @@ class Model(Struct, frozen=True, dict=True):
     def at(self) -> Position | None:
         """The newest position of the newest version's log, or of a version without a log, and its step.
 
-        None if its manifest cannot be read.
+        None if its manifest cannot be read. OSError if the manifest exists but cannot be looked at,
+        CheckpointError if it is a pointer of Git LFS or cannot be fetched from its store.
         """
         if self.current is not None:
             with suppress(ManifestError):
@@ -637,7 +650,11 @@ class Model(Struct, frozen=True, dict=True):
 
     @cached_property
     def publications(self) -> tuple[Event, ...]:
-        """All versions and deltas as events, also damaged ones, sorted by position, then by time."""
+        """All versions and deltas as events, also damaged ones, sorted by position, then by time.
+
+        Their manifests are read at the first use. OSError if one exists but cannot be looked at,
+        CheckpointError if one is a pointer of Git LFS or cannot be fetched from its store.
+        """
         events = [_version(child, self.known) for child in self.versions if child.has_manifest]
         for deltas in self.deltas.values():
             events += _deltas(deltas)

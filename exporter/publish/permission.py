@@ -1,4 +1,4 @@
-"""Decide what may be published: a hold binds, and no log ends by accident.
+"""Decide which publications are permitted: a hold binds, and no log ends by accident.
 
 A command that publishes a version asks twice: before the work, to refuse at once, and under the model's lock,
 where nothing can come in between. Deltas need no permission: servers do not follow them past a hold. A merged
@@ -32,8 +32,8 @@ from exporter.storage.local_paths import quoted
 class Permission(Struct, frozen=True):
     """Options that permit publishing against a hold or a log.
 
-    `despite_hold`: a version that every server would load, while the model is held. `plain`: one that takes
-    no deltas, after one that does.
+    `despite_hold` permits a version, which every server would load, while the model is held. `plain` permits
+    a version that takes no deltas, after one that does.
     """
 
     despite_hold: bool = False
@@ -49,6 +49,7 @@ class Permission(Struct, frozen=True):
             ChainEnds: the newest version takes deltas, and this one would not.
             UsageError: the newest version is signed, and this one would not be (`require_signer`).
             ManifestError: the versions cannot be listed.
+            CheckpointError: the newest version's manifest is a pointer of Git LFS, or cannot be fetched.
         """
         newest = newest_of(version_dirs(model) if versions is None else versions)
         log = None if newest is None else _log_of(newest)
@@ -71,7 +72,7 @@ REFUSING = Permission()
 
 
 def binding(model: Path, log: int | None) -> tuple[Hold, ...]:
-    """The holds that bind publishers: the model's own, and that of its log with number `log`, in this order.
+    """The holds that bind publishers: the model's own, then the hold of its log with number `log`.
 
     There may be none. With `log` None only the model's own counts.
     """
@@ -79,9 +80,10 @@ def binding(model: Path, log: int | None) -> tuple[Hold, ...]:
 
 
 def hold_in_force(model: Path) -> Hold | None:
-    """The hold that servers do not pass by themselves: the model's own, or else that of its newest log.
+    """The hold that servers do not pass by themselves: the model's own, or else the hold of its newest log.
 
-    It may be a person's or a canary's. None without one, or if the model cannot be read.
+    It may be a person's or a canary's. None without one, or if the model's directory cannot be listed.
+    CheckpointError if the newest version's manifest is a pointer of Git LFS, or cannot be fetched.
     """
     with suppress(ManifestError):
         newest = newest_version(model)
@@ -92,8 +94,9 @@ def hold_in_force(model: Path) -> Hold | None:
 def require_not_taken_back(model: Path, misfit: PositionError) -> None:
     """Raise ModelHeld, caused by `misfit`, if the newest version is a rollback's and the model is held.
 
-    The trainer's next publication does not fit the restored values; it fits again after `resume`.
-    ManifestError if that version's manifest, or the model's directory, cannot be read. Otherwise it returns.
+    The trainer's next publication does not fit the restored values; it fits again after `resume`. Otherwise
+    it returns. ManifestError if that version's manifest, or the model's directory, cannot be read;
+    CheckpointError if the manifest is a pointer of Git LFS or cannot be fetched.
     """
     newest = newest_version(model)
     if newest is None or (told := read_manifest(newest.path).taken_back) is None or told.made != "rollback":
@@ -155,7 +158,7 @@ def _holds(model: Path, log: int | None) -> list[Hold]:
 def _log_of(version: VersionDir) -> int | None:
     """The number of the log of a base that takes deltas; None if it takes none, or its manifest is damaged.
 
-    Publishing reports the damage then.
+    Publishing reports the damage then. CheckpointError if the manifest cannot be fetched.
     """
     with suppress(ManifestError):
         return read_head(version.path).log

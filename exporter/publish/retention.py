@@ -44,10 +44,10 @@ class KeptVersion(Struct, frozen=True):
 
 
 class Keep(Struct, frozen=True):
-    """The versions to keep: the `newest` ones, and the newest of each of the last hours and days that have
-    any.
+    """The versions to keep: the `newest` ones, and the newest of each recent hour and day.
 
-    Hours and days are in UTC, by the time of publication.
+    Of the hours in which a version was published, the last `hourly` count; of the days, the last `daily`.
+    Both are in UTC; 0 keeps none.
     """
 
     newest: int
@@ -78,6 +78,7 @@ def retire(versions: Iterable[VersionDir], *, keep: Keep, now: float, grace_seco
 
     Raises:
         ManifestError: the tags cannot be read, so that nothing is removed.
+        CheckpointError: a manifest or the tags cannot be fetched; some versions may be renamed already.
     """
     ours = sorted((child for child in versions if child.has_manifest), key=lambda child: child.version)
     removed, kept, trash = [], [], []
@@ -138,7 +139,7 @@ class RetiredDeltas(Struct, frozen=True):
     trash: tuple[Path, ...] = ()
 
     def __add__(self, other: RetiredDeltas) -> RetiredDeltas:
-        """Return the names and directories of both, those of `self` first."""
+        """Return the names and directories of both, beginning with `self`."""
         return RetiredDeltas(self.removed + other.removed, self.trash + other.trash)
 
 
@@ -156,6 +157,7 @@ def retire_deltas(
 
     Raises:
         ManifestError: the manifest of a delta that decides this is damaged.
+        CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
     """
     settled = [delta for delta in log.deltas if now - _written(delta) >= GRACE_SECONDS]
     bases = [*(base.at.position for base in log.bases), *_unreadable_bases(log)]
@@ -183,8 +185,8 @@ def retire_deltas(
 def _needed(log: DeltaLog, bases: Sequence[int], rollback_positions: int) -> list[int]:
     """The positions that must stay within reach: the newest, then the tagged, then the approved one.
 
-    The newest are the last `rollback_positions` of the log's deltas and of `bases`, ascending. Tagged
-    positions of other logs are left out. ManifestError if the tags cannot be read.
+    The newest are the last `rollback_positions` of the ends and starts of the log's deltas and of `bases`,
+    ascending. Tagged positions of other logs are left out. ManifestError if the tags cannot be read.
     """
     tagged = {tag.position for tag in read_tags(log.model).values()}
     known = {position for delta in log.deltas for position in (delta.start, delta.end)}
@@ -218,6 +220,7 @@ def retire_logs(log: DeltaLog, *, now: float) -> RetiredDeltas:
 
     Raises:
         ManifestError: a directory cannot be listed.
+        CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
     """
     removed: list[str] = []
     trash: list[Path] = []
@@ -237,8 +240,9 @@ def retire_logs(log: DeltaLog, *, now: float) -> RetiredDeltas:
 def logs_without_base(model: Path, current: Path | None) -> list[Path]:
     """The directories of logs without any existing version, sorted, except `current`.
 
-    `current` is the newest version's own log; None: there is none. Empty while the manifest of a version
-    cannot be read. ManifestError if a directory cannot be listed.
+    `current` is the directory of the newest version's own log; None: there is none. Empty while the manifest
+    of a version is damaged or missing. ManifestError if a directory cannot be listed; CheckpointError if a
+    manifest is a pointer of Git LFS, or cannot be fetched from its store.
     """
     others = [
         path

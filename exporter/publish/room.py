@@ -1,4 +1,4 @@
-"""The room that a model takes on its disk, and the command that frees some, or shows what takes the rest."""
+"""Measure the disk space that a model takes, and name the command that frees or explains it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _NEEDED_VERSIONS = 2
 
 
 class Room(Struct, frozen=True):
-    """The disk of a model, in bytes. `own` has what each version would free, the oldest first.
+    """The disk of a model: its `size`, and the bytes that are `used` and `free` on it.
 
-    Data that another version, or a trainer, has a hard link to is not freed with a version.
+    `taken` are the bytes of the model, `deltas` is the number of its deltas. `own` has the bytes that
+    removing each version would free, the oldest version first. Data that another version, or a trainer, has a
+    hard link to is not freed with a version.
     """
 
     model: Path
@@ -34,9 +36,10 @@ class Room(Struct, frozen=True):
 
     @classmethod
     def of(cls, model: Path) -> Room:
-        """Measure the disk of a model, and the model on it, now; OSError if that cannot be asked.
+        """Measure the disk of a model, and the model on it, now.
 
-        Every file below the model is looked at. ManifestError if a directory of the model cannot be listed.
+        Every file below the model is looked at; files with several hard links count once. OSError if the disk
+        cannot be asked, ManifestError if a directory of the model cannot be listed.
         """
         disk, blocks, own = os.statvfs(model), dict[int, int](), []
         for version in reversed(version_dirs(model)):
@@ -52,7 +55,7 @@ class Room(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The disk's size and what its space is used for, as a clause for people."""
+        """The disk's size, and its space used by this model and by other files, as a clause for people."""
         what = f"{count(len(self.own), 'version')}, {count(self.deltas, 'delta')}"
         others = max(0, self.used - self.taken)
         return (

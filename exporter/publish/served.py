@@ -10,8 +10,7 @@ from exporter.wire.version_state import VersionState
 
 
 class ServedTables(Struct, frozen=True):
-    """The tables of a base made for mapping: the number that a server maps, and the number that it should
-    map.
+    """The tables of a base made for mapping: a server has `mapped` of the `wanted` tables.
 
     `overlay_percent` is the fill of the fullest overlay of changed rows; overlays with room for every row do
     not count.

@@ -85,8 +85,9 @@ class Signer:
         `source` is the file's path, or `env:NAME`. `model` is the model's name, or NAME@IDENTITY.
 
         Raises:
-            UsageError: there is no key, it is of another kind, others may read the file, the model's name is
-                invalid, or the library is not installed.
+            UsageError: there is no key, it is of another kind, others may read the file, the model's name
+                is invalid, or the library is not installed.
+            LfsPointer: the file is a pointer of Git LFS.
         """
         name, identity = _named(model)
         return cls(name, _private_key(source), identity)
@@ -94,7 +95,7 @@ class Signer:
     def require(self, identity: str | None, where: object) -> None:
         """Refuse to sign publications of another identity than the signer's own.
 
-        Any is accepted if it has none.
+        A signer without an identity accepts any.
 
         Raises:
             NotTrusted: `identity` differs, or is None; `where` is named in the message.
@@ -111,7 +112,8 @@ class Signer:
         A publisher accepts no others.
 
         Raises:
-            UsageError: as `Trust.keys`.
+            UsageError: a file cannot be read or holds anything but public keys.
+            LfsPointer: a file is a pointer of Git LFS.
         """
         found = Trust(tuple(map(Path, files)), self.model, self._key.public_key(), self.identity)
         found.keys()
@@ -143,7 +145,9 @@ class Trust(Struct, frozen=True):
         `model` is the model's name, or NAME@IDENTITY, which accepts no other identity.
 
         Raises:
-            UsageError: as `keys`, or the model's name is invalid.
+            UsageError: a file cannot be read or holds anything but public keys, the library is not
+                installed, or the model's name is invalid.
+            LfsPointer: a file is a pointer of Git LFS.
         """
         name, identity = _named(model)
         found = cls(tuple(map(Path, files)), name, identity=identity)
@@ -156,6 +160,7 @@ class Trust(Struct, frozen=True):
         Raises:
             UsageError: a file cannot be read or holds anything but public keys, or the library is not
                 installed.
+            LfsPointer: a file is a pointer of Git LFS.
         """
         found = {} if self.own is None else {_id_of(self.own): self.own}
         for file in self.files:
@@ -169,8 +174,10 @@ class Trust(Struct, frozen=True):
         delta may lack its model's identity: the lineage of its base is enough.
 
         Raises:
-            NotTrusted: it is not signed, or by another key, for another model or path, or it was altered.
-            UsageError: as `keys`.
+            NotTrusted: it is not signed, or by another key, for another model or path, or it was altered;
+                or it is a version of a model with another identity, or without one.
+            UsageError: a file of keys cannot be read or holds anything but public keys, or the library is
+                not installed.
         """
         keys = self.keys()
         manifest, mark, line = content.rpartition(_LAST_LINE)
@@ -243,12 +250,13 @@ def verify_digests(
     """Read each of a directory's files that has a SHA-256 in the manifest, and compare it.
 
     With `anew` also those are read whose digest this process knows: their times may have been set back. With
-    `runner`, its tasks read them, each anew.
+    `runner`, its tasks read them, each anew. This waits for all of them.
 
     Raises:
         VerificationError: one differs.
         OSError, CheckpointError: one cannot be read.
-        EngineFailed: the engine of `runner` failed.
+        EngineFailed, PublishError: the engine of `runner` failed, or its job cannot be written.
+        UsageError: the URL below which `runner` keeps jobs cannot be used.
     """
     files = [file for file in files if file.sha256 is not None]
     paths, size = [directory / file.path for file in files], sum(file.bytes_ for file in files)

@@ -51,9 +51,9 @@ class Spared(Struct, frozen=True):
 
 
 def note(model: Path, spared: Spared) -> None:
-    """Keep in a file why a copy fetched its newest base.
+    """Keep in a file of the copy `model` why it fetched its newest base.
 
-    Without a reason, remove the file of an earlier base.
+    Without a reason in `spared`, the file of an earlier base is removed.
 
     Raises:
         PublishError and subclasses: the file cannot be written or removed.

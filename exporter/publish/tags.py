@@ -134,6 +134,7 @@ def read_tags(model: Path) -> Mapping[str, PositionTag]:
 
     Raises:
         ManifestError: the document cannot be read, or is not one.
+        CheckpointError: the document cannot be fetched from its store.
     """
     if (content := tags_document(model)) is None:
         return {}
@@ -150,7 +151,7 @@ def _tags_in(content: bytes) -> dict[str, PositionTag]:
 
 
 def merged_tags(had: bytes | None, ours: bytes | None, theirs: bytes | None) -> bytes | None:
-    """Merge two tag documents that both derive from the document `had`, tag by tag.
+    """Merge two tag documents, `ours` and `theirs`, tag by tag; both derive from the document `had`.
 
     Return the bytes, or None. None, in and out, is a document without tags. If both have changed a tag,
     `theirs` counts. If theirs has changed and any document cannot be read, `theirs` is returned. If the
@@ -175,7 +176,8 @@ def tags_document(model: Path) -> bytes | None:
     """Return the bytes of the document of a model's tags, unparsed; None without one.
 
     Raises:
-        ManifestError: they cannot be read, or are too many.
+        ManifestError: they cannot be read, or are too many; or they are a pointer of Git LFS.
+        CheckpointError: they cannot be fetched from their store.
     """
     path = model / TAGS_FILE
     try:
@@ -205,7 +207,7 @@ def write_tags(tags: Mapping[str, PositionTag], staging: Staging) -> None:
 
     Raises:
         UsageError: they are too long for one document.
-        TargetNotWritable, DiskFull, PublishError: as `exporter.storage.files.writing`.
+        TargetNotWritable, DiskFull, PublishError: the operating system refuses to write or sync the file.
     """
     content = encode_indented(TagsDocument(dict(sorted(tags.items()))))
     if len(content) > LONGEST_TAGS:
@@ -289,7 +291,9 @@ class Standing(Struct, frozen=True, dict=True):
 
         Raises:
             NotUpdatable: nothing is published.
-            ManifestError: the manifest of the newest version cannot be read, or a directory cannot be listed.
+            ManifestError: the manifest of the newest version cannot be read, or a directory cannot be
+                listed.
+            CheckpointError: that manifest is a pointer of Git LFS, or cannot be fetched from its store.
         """
         versions = version_dirs(model)
         if newest_of(versions) is None:
@@ -301,7 +305,11 @@ class Standing(Struct, frozen=True, dict=True):
 
     @cached_property
     def logs(self) -> tuple[DeltaLog, ...]:
-        """All logs with an existing base, newest first."""
+        """All logs with an existing base, newest first.
+
+        Versions with a damaged manifest are left out. CheckpointError if a manifest is a pointer of Git LFS,
+        or cannot be fetched from its store.
+        """
         return logs_of(self.model, self.versions)
 
     def log_at(self, position: int) -> DeltaLog | None:
@@ -318,7 +326,8 @@ class Standing(Struct, frozen=True, dict=True):
     def plain(self) -> Mapping[int, Path]:
         """The paths of the versions that take no deltas, by version number.
 
-        Those that cannot be read are left out.
+        Versions with a damaged manifest are left out. CheckpointError if a manifest is a pointer of Git LFS,
+        or cannot be fetched from its store.
         """
         found = {}
         for child in self.versions:
@@ -372,7 +381,9 @@ class Standing(Struct, frozen=True, dict=True):
     def version_at(self, position: int) -> int:
         """Return the version from which the fewest deltas reach a position: its own, if there is one.
 
-        PositionUnknown if no version reaches it, ManifestError as `loss`.
+        Raises:
+            PositionUnknown: no version reaches it.
+            ManifestError: a directory or a delta's manifest that decides this cannot be read.
         """
         self.require(position)
         if (log := self.log_at(position)) is None:
@@ -384,7 +395,7 @@ class Standing(Struct, frozen=True, dict=True):
 
         Raises:
             PositionUnknown: nothing is there, or no base is left from which deltas reach it.
-            ManifestError: as `loss`.
+            ManifestError: a directory or a delta's manifest that decides this cannot be read.
         """
         if why := self.loss(position):
             known = ", ".join(map(str, sorted(self.paths)[-20:]))
@@ -412,7 +423,8 @@ def tags_of(model: Path) -> tuple[ListedTag, ...]:
 
     Raises:
         NotUpdatable: nothing is published.
-        ManifestError: the tags, or a version's manifest, cannot be read.
+        ManifestError: the tags, or a manifest, cannot be read, or a directory cannot be listed.
+        CheckpointError: a manifest is a pointer of Git LFS, or one or the tags cannot be fetched.
     """
     found = listed_tags(model)
     if not found and newest_version(model) is None:
@@ -426,7 +438,9 @@ def listed_tags(model: Path) -> tuple[ListedTag, ...]:
     Without tags no version is read.
 
     Raises:
-        NotUpdatable, ManifestError: as `tags_of`, if there are tags.
+        NotUpdatable: there are tags, and nothing is published.
+        ManifestError: the tags, or a manifest, cannot be read, or a directory cannot be listed.
+        CheckpointError: a manifest is a pointer of Git LFS, or one or the tags cannot be fetched.
     """
     if not (tags := read_tags(model)):
         return ()
@@ -452,6 +466,7 @@ def resolve_position(named: int | str, model: Path) -> int:
             time.
         NotUpdatable: nothing is published.
         ManifestError: a manifest, or the document of tags, cannot be read.
+        CheckpointError: a manifest is a pointer of Git LFS, or one or the tags cannot be fetched.
     """
     text = str(named)
     if not isinstance(named, str):
@@ -474,7 +489,11 @@ def version_named(named: str, model: Path) -> int:
     """Return the version from which the fewest deltas reach a position, named as `resolve_position` reads it.
 
     Raises:
-        UsageError, PositionUnknown, NotUpdatable, ManifestError: as `resolve_position`.
+        UsageError: it is no name of a position; or it is a tag, and keys are trusted there.
+        PositionUnknown: there is no such tag, or no version reaches the position.
+        NotUpdatable: nothing is published.
+        ManifestError: a manifest, or the document of tags, cannot be read.
+        CheckpointError: a manifest is a pointer of Git LFS, or one or the tags cannot be fetched.
     """
     return Standing.of(model).version_at(resolve_position(named, model))
 
@@ -519,6 +538,7 @@ def _special(text: str, there: Standing) -> int:
         UsageError: it is none of these.
         PositionUnknown: there is only one position, or nothing had been published at that time.
         ManifestError: a manifest, a directory, or the document of tags cannot be read.
+        CheckpointError: a manifest cannot be fetched.
     """
     if text == "latest":
         return there.newest
@@ -547,7 +567,10 @@ def _special(text: str, there: Standing) -> int:
 
 
 def _published(path: Path) -> datetime | None:
-    """The publication time of a version or delta, in UTC; None if its manifest cannot be read."""
+    """The publication time of a version or delta, in UTC; None if its manifest is damaged or missing.
+
+    CheckpointError if the manifest cannot be fetched.
+    """
     with suppress(ManifestError):  # one that is damaged, or was just removed
         return read_head(path).created.astimezone(timezone.utc)
     return None
@@ -572,8 +595,10 @@ def _moment(text: str, now: datetime) -> datetime | None:
 def tagged_versions(versions: Iterable[VersionDir], tags: Mapping[str, PositionTag]) -> dict[int, str]:
     """The numbers of the versions that tagged positions need, each with the name of one tag that needs it.
 
-    It is the version at the tag's position, or else the base before it: the newest before that takes deltas.
-    Where a manifest cannot be read, its version counts as one. A tag without either needs none.
+    `versions` are as `version_dirs` lists them, `tags` are by name. A tag needs the version at its position,
+    or else the base before it: the newest before that takes deltas. A version with a damaged manifest counts
+    as a base. A tag without either needs none. CheckpointError if a manifest is a pointer of Git LFS, or
+    cannot be fetched from its store.
     """
     numbers = {child.version: child.path for child in versions if child.has_manifest}
     found: dict[int, str] = {}

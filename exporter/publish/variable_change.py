@@ -35,9 +35,7 @@ class VariableChange(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The change as a phrase for people: the variable, its rows, how far they
-        moved, the furthest rows.
-        """
+        """The change as a phrase for people: the variable, its rows, its distance, and the furthest rows."""
         rows = "whole" if self.rows is None else count(self.rows, "row")
         moved = "" if self.moved is None else f", moved by {self.moved:.3g}"
         furthest = ", ".join(one.text for one in self.movers)

@@ -42,13 +42,14 @@ def example_of(version: VersionDir, name: str, signature: Proto) -> Proto | Mapp
     """An example for the signature `name`, which a server says is `signature`: a request, or keys by input.
 
     It is the first warm-up request that a person gave (for Predict, Classify or Regress); without one, a
-    mapping from each input to at most 16 keys that it looks up, empty for inputs whose keys are not known.
+    mapping from each input to at most 16 keys that it looks up, empty for inputs whose keys are not known. A
+    version with a manifest is leased meanwhile.
 
     Raises:
         UsageError: the version's own signature of that name differs.
         CheckpointError, GraphError: its files are damaged.
         ManifestError: it is being removed, or its manifest is damaged.
-        OSError: a file in it cannot be read.
+        OSError: a file in it cannot be read, or its file system has no locks.
     """
     held: AbstractContextManager[Any] = lease(version.path) if version.has_manifest else nullcontext()
     with held:
@@ -77,7 +78,8 @@ def _types(taken: Proto) -> dict[str, int]:
 def _recorded(version: Path, name: str, signature: Proto) -> Proto | None:
     """The first warm-up request in a version for the signature `name` that was not generated; else None.
 
-    CorruptFile if the file of warm-up requests is damaged, OSError if it exists but cannot be read.
+    CorruptFile if the file of warm-up requests is damaged, LfsPointer if it is a pointer of Git LFS, OSError
+    if it exists but cannot be read.
     """
     path = version / WARMUP_FILE
     try:
@@ -178,7 +180,8 @@ def _of_file(version: Path, lookup: FromFile) -> Iterator[bytes]:
 def _of_table(version: Path, meta_graph: Proto, table: str) -> list[object]:
     """Return up to 1024 keys, of the first rows of a version's table; empty if the version has no such table.
 
-    CorruptFile if the table is damaged, another CheckpointError if the bundle cannot be read.
+    CorruptFile if the table is damaged, another CheckpointError if the bundle cannot be read, GraphError if a
+    constant of the graph that describes the table is damaged.
     """
     catalog = read_catalog(version / VARIABLES_PREFIX)
     ref = catalog.tensors.get(f"{table}/{KEYS}")

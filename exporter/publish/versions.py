@@ -458,10 +458,10 @@ def _open_manifest(directory: Path) -> Iterator[tuple[int, Path]]:
 
 
 def unread_manifest(path: Path, what: str, exc: OSError) -> ManifestError:
-    """The error for a manifest that an OSError kept from being "opened" or "read", as `what` says.
+    """The error for a manifest that could not be "opened" or "read" (the word `what`) because of `exc`.
 
-    If that leaves the manifest's bytes unknown (no permission, a failing disk), the hint is to make it
-    readable; otherwise the hint is the one for damage.
+    If the manifest's bytes are unknown (no permission, a failing disk), the hint is to make it readable;
+    otherwise the hint is the one for damage.
     """
     hint = MAKE_READABLE if is_unread(exc) else ""
     return ManifestError(f"{path} cannot be {what}", cause=exc.strerror or str(exc), hint=hint)
@@ -659,10 +659,10 @@ def delta_named(name: str) -> tuple[str, int, int] | None:
 
 
 def delta_positions(model: Path, *, but: Path | None = None) -> Iterator[int]:
-    """Yield the end of each delta of each log, except of the log in the directory `but`, log by log.
+    """Yield the end of each delta of each log, log by log, except of the log in the directory `but`.
 
-    Only names are read, as there may be thousands. ManifestError, while iterating, if a directory cannot be
-    listed.
+    With `but` None no log is left out. Only names are read, as there may be thousands. ManifestError, while
+    iterating, if a directory cannot be listed.
     """
     for log in log_directories(model):
         if log != but:

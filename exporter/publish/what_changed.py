@@ -21,10 +21,13 @@ _CHUNK_BYTES = 16 << 20
 def what_changed(log: DeltaLog, delta: LogDelta) -> tuple[VariableChange, ...]:
     """Return the changes of a delta by variable, those with the most rows first, then by name.
 
-    Distances are left out (None) for a delta of more than `MOST_BYTES`.
+    Distances are left out (None) for a delta of more than `MOST_BYTES`; for smaller ones the values before
+    are read.
 
     Raises:
-        PositionError, CheckpointError: the values before cannot be read, or the delta is damaged.
+        PositionError: the delta is of another log, or (PositionUnknown) no base leads to the values
+            before.
+        CheckpointError: the delta, or the values before, are damaged.
         ManifestError, VerificationError: a manifest cannot be read, or a signed file differs.
         OSError: a signed file cannot be read.
     """

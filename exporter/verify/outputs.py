@@ -171,10 +171,12 @@ def compare_outputs(
 ) -> tuple[Difference, ...]:
     """Run source graph and staged bundle; return the largest difference of each output of each signature.
 
-    Each signature without a request gets generated inputs. A source that accepts only `traced_rows` rows is
-    asked several times for a request (None: it accepts any number). `tables` are the sizes of dynamic tables
-    by name; the source reads these from the bundle. `tolerance` is the greatest permitted difference. A
-    difference is relative: see `Difference`. `running` limits the two runs, which this waits for.
+    `mapping` says which values of the checkpoint the source's variables get; `bundle` is the staged
+    directory. Each signature without a request gets generated inputs. A source that accepts only
+    `traced_rows` rows is asked several times for a request (None: it accepts any number). `tables` are the
+    sizes of dynamic tables by name; the source reads these from the bundle. `tolerance` is the greatest
+    permitted difference. A difference is relative: see `Difference`. `running` limits the two runs, which
+    this waits for.
 
     Raises:
         VerificationError: a difference above `tolerance`, an answer that is not a number, no input can be
@@ -325,9 +327,11 @@ def _keep_harmless(
 ) -> None:
     """Remove all nodes from `runnable` except those to be run, restored or fed, and refuse harmful ones.
 
-    Raises AccessRefused if a node that runs does more than compute and read, unless the source's code is
-    trusted; NotServable if a function calls itself or functions nest too deeply; GraphError if the graph
-    lacks a called function; Ended if TensorFlow's process ends.
+    Run are the nodes before the outputs of the signatures that `requests` name, and before the init op;
+    restored are the variables and lookup tables of `mapping`. Raises AccessRefused if a node that runs does
+    more than compute and read, unless the source's code is trusted; NotServable if a function calls itself or
+    functions nest too deeply; GraphError if the graph lacks a called function; Ended if TensorFlow's process
+    ends.
     """
     stateful = session.stateful(node.op for node in protos.all_nodes(runnable))
     nodes = {node.name: node for node in runnable.node}
@@ -346,11 +350,11 @@ def _keep_harmless(
 def _in_parts(
     session: GraphSession, signatures: Any, request: Probe, fixed: Feeds, rows: int | None
 ) -> Feeds:
-    """Return the answer to a request, by output name; if its rows are not `rows`, ask it in parts of so many.
+    """Return the answer to a request by output name, asked in parts of exactly `rows` rows.
 
-    With `rows` None it is asked whole. The last part is padded; its surplus answers are cut off. `fixed` is
-    fed besides the request. Raises RunFailed if TensorFlow refuses, Ended if its process ends,
-    VerificationError for a signature that does not exist or a fixed batch size.
+    With `rows` None, or if it has `rows` rows, the request is asked whole. The last part is padded; its
+    surplus answers are cut off. `fixed` is fed besides the request. Raises RunFailed if TensorFlow refuses,
+    Ended if its process ends, VerificationError for a signature that does not exist or a fixed batch size.
     """
     parts = [*_parts(request, rows)]
     answers = [_answer(session, signatures, part, fixed) for part in parts]
@@ -533,7 +537,7 @@ def _difference(expected: Any, found: Any, where: str) -> float:
 
 @contextmanager
 def _reported(what: str) -> Iterator[None]:
-    """Convert the block's errors of TensorFlow to a VerificationError about the graph that `what` names.
+    """Convert the block's errors of TensorFlow to a VerificationError about a graph, named by `what`.
 
     RunFailed, ValueError, TypeError and KeyError are converted; others pass.
     """

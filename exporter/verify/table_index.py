@@ -24,8 +24,9 @@ _ASKED = 1024  # keys looked up in each table: each takes four small reads
 def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) -> None:
     """Look up about a thousand keys of each table of the checkpoint in the staged tables, as the graph does.
 
-    The keys are evenly spread over the table's parts. `staged` is the catalog of the staged bundle. With
-    `is_filtered`, an admission filter left keys out, and absent keys are accepted.
+    The keys are evenly spread over the table's parts. `layout` has the tables and the checkpoint's catalog,
+    `staged` is the catalog of the staged bundle. With `is_filtered`, an admission filter left keys out, and
+    absent keys are accepted.
 
     Raises:
         VerificationError: a key is absent, or is at the row of another key.
