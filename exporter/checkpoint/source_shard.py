@@ -60,16 +60,18 @@ def shard_status(path: Path) -> os.stat_result:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Convert OSErrors of the block to errors that name the shard `path`.
+    """Convert OSErrors and EOFErrors of the block to errors that name the shard `path`.
 
     Raises:
-        CheckpointChanged: it no longer exists.
+        CheckpointChanged: it no longer exists, or ends early.
         CheckpointError: it cannot be read.
     """
     try:
         yield
     except FileNotFoundError as exc:
         raise vanished(path) from exc
+    except EOFError as exc:
+        raise CheckpointChanged(f"{path} became shorter after its index was read") from exc
     except OSError as exc:
         raise CheckpointError(f"cannot read {path}", cause=exc.strerror or str(exc)) from exc
 
@@ -90,3 +92,10 @@ def check_size(path: Path, found: int, expected: int) -> None:
 def vanished(path: Path) -> CheckpointChanged:
     """Return the error for a shard that no longer exists."""
     return CheckpointChanged(f"{path} vanished after its index was read")
+
+
+def written_to(path: Path) -> CheckpointChanged:
+    """Return the error for a shard that was written to between two reads."""
+    return CheckpointChanged(
+        f"{path} was written to while it was read", cause="a trainer, or a copy, writes its shards in place"
+    )

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
-from exporter.checkpoint.source_shard import open_shard, reading
-from exporter.errors import CheckpointChanged, CorruptFile, MappingError, NotFinite, UnsupportedFormat
+from exporter.checkpoint.source_shard import open_shard, reading, written_to
+from exporter.errors import CorruptFile, MappingError, NotFinite, UnsupportedFormat
 from exporter.storage import mirror
+from exporter.storage.files import FileIdentity
 from exporter.wire.crc32c import CHUNK, crc_of, extend, mask, read_into
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import beside_codes, to_codes
@@ -52,32 +53,34 @@ def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -
         CheckpointError: the shard cannot be read.
         DiskFull, PublishError: bytes fetched from a store cannot be written.
     """
-    extent, shape = stored_extent(ref, part)
-    if ref.dtype.itemsize is None:
-        raise UnsupportedFormat(f"{ref.name!r} is a {ref.dtype.label} tensor: it cannot be mapped")
+    extent, shape = _mappable_extent(ref, part)
     with _open_extent(catalog, extent) as fd:
         raw = map_bytes(fd, extent)
     # perhaps unaligned, with which numpy copes; it keeps the shard's data alive after an unlink
     return raw.view(ref.dtype.numpy).reshape(shape)
 
 
-def checked_map(catalog: Catalog, ref: TensorRef) -> Array:
-    """Map a whole tensor read-only after verifying its checksum; from a store, a private copy is mapped.
+def checked_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> Array:
+    """Map a numeric tensor, or a stored slice of it, read-only after verifying its checksum.
+
+    From a store, a private copy is mapped.
 
     Raises:
         CorruptFile: the checksum is wrong.
-        ValueError: the tensor is partitioned, or is not in a bundle.
+        ValueError: the tensor is partitioned and no `part` was given, or it is not in a bundle.
         UnsupportedFormat: strings and variants have no array on disk.
-        CheckpointChanged: the shard vanished or shrank since the catalog was read.
+        CheckpointChanged: the shard vanished or shrank since the catalog was read, or was written to
+            meanwhile.
         CheckpointError: the shard cannot be read, or fetched from a store.
         DiskFull, PublishError: bytes fetched from a store cannot be written.
     """
-    extent, shape = stored_extent(ref, None)
+    extent, shape = _mappable_extent(ref, part)
     path = catalog.path_of(extent)
     copy = mirror.copy(path, extent.offset, extent.offset + extent.size)
     if copy is None:
-        check_values(catalog, ref)
-        return memory_map(catalog, ref)
+        with _open_extent(catalog, extent) as fd:
+            compare_checksum(path, ref.name, extent, mask(crc_of(fd, extent.offset, extent.size)))
+            return map_bytes(fd, extent).view(ref.dtype.numpy).reshape(shape)
     with copy:
         compare_checksum(path, ref.name, extent, mask(crc_of(copy.fileno(), 0, extent.size)))
         return map_range(copy.fileno(), 0, extent.size).view(ref.dtype.numpy).reshape(shape)
@@ -123,8 +126,9 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
     Blocks of a tensor outside a bundle have other sizes. Raised during the iteration, before the first block:
     CorruptFile if the checksum is wrong, CheckpointChanged if the shard vanished or shrank, CheckpointError
     if it cannot be read, DiskFull or PublishError if bytes fetched from a store cannot be written, ValueError
-    if the tensor is stored in slices. For a tensor outside a bundle the CheckpointErrors are its reader's,
-    and may come after any block.
+    if the tensor is stored in slices. Before the last block at the latest: CheckpointChanged if the shard was
+    cut or written to after it was verified. For a tensor outside a bundle the CheckpointErrors are its
+    reader's, and may come after any block.
     """
     if ref.content is not None:
         yield from ref.content.blocks()
@@ -132,10 +136,13 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
     extent, shape = stored_extent(ref, None)
     check_values(catalog, ref)
     with _open_extent(catalog, extent) as fd:
-        elements, itemsize = math.prod(shape), ref.dtype.numpy.itemsize
+        elements, itemsize, crc = math.prod(shape), ref.dtype.numpy.itemsize, 0
         for start in range(0, elements, count):
             block = np.empty(min(count, elements - start), ref.dtype.numpy)
-            read_into(fd, extent.offset + start * itemsize, block.view(np.uint8))
+            crc = read_into(fd, extent.offset + start * itemsize, block.view(np.uint8), crc)
+            # before the last block: a caller may stop after it. The bytes were right when they were verified
+            if start + count >= elements and mask(crc) != extent.crc32c:
+                raise written_to(catalog.path_of(extent))
             yield block
 
 
@@ -181,7 +188,7 @@ def check_values(
             found = _variant_crc(map_bytes(fd, extent), math.prod(shape), where)
         else:
             found = mask(crc_of(fd, extent.offset, extent.size))
-    compare_checksum(path, ref.name, extent, found)
+        compare_checksum(path, ref.name, extent, found)
 
 
 def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint: str = "") -> None:
@@ -226,15 +233,29 @@ def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
     """Open the shard of an extent and yield its descriptor; OSErrors of the block become named errors, too.
 
     Raises:
-        CheckpointChanged: the shard vanished, or is too short for the extent.
+        CheckpointChanged: the shard vanished, is too short for the extent, or was written to meanwhile; then
+            also in place of a CorruptFile of the block.
         CheckpointError: it cannot be read.
         DiskFull, PublishError: bytes fetched from a store cannot be written.
     """
     path = catalog.path_of(extent)
     with open_shard(path, extent) as fd, reading(path):
-        if os.fstat(fd).st_size < extent.offset + extent.size:
-            raise CheckpointChanged(f"{path} became shorter after its index was read")
-        yield fd
+        before = os.fstat(fd)
+        if before.st_size < extent.offset + extent.size:
+            raise EOFError
+        try:
+            yield fd
+        except CorruptFile as error:
+            if _is_changed(path, fd, before):
+                raise written_to(path) from error
+            raise
+        if _is_changed(path, fd, before):
+            raise written_to(path)
+
+
+def _is_changed(path: Path, fd: int, before: os.stat_result) -> bool:
+    """True if a shard was written to since it had the status `before`; False in a mirror, which fills it."""
+    return not mirror.is_remote(path) and FileIdentity.of(os.fstat(fd)) != FileIdentity.of(before)
 
 
 def stored_extent(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[int, ...]]:
@@ -249,10 +270,17 @@ def stored_extent(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[
     return extent, shape
 
 
+def _mappable_extent(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[int, ...]]:
+    """Return what `stored_extent` does; UnsupportedFormat for strings and variants."""
+    if ref.dtype.itemsize is None:
+        raise UnsupportedFormat(f"{ref.name!r} is a {ref.dtype.label} tensor: it cannot be mapped")
+    return stored_extent(ref, part)
+
+
 def map_bytes(fd: int, extent: Extent) -> Array:
     """Map an extent of an open shard read-only, as uint8.
 
-    ValueError if the shard is too short, OSError if the system cannot map it.
+    EOFError if the shard is too short, OSError if the system cannot map it.
     """
     return map_range(fd, extent.offset, extent.size)
 
@@ -267,8 +295,7 @@ def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[
         if ref.dtype.itemsize is None:
             raise UnsupportedFormat(f"{path}: {ref.name!r} is a {ref.dtype.label} tensor: it cannot be read")
         data = np.empty(extent.size, np.uint8)
-        crc = read_into(fd, extent.offset, data)
-    compare_checksum(path, ref.name, extent, mask(crc))
+        compare_checksum(path, ref.name, extent, mask(read_into(fd, extent.offset, data)))
     return data.view(ref.dtype.numpy).reshape(shape)
 
 
@@ -360,13 +387,13 @@ _FAILED = ctypes.c_void_p(-1).value
 def map_range(fd: int, offset: int, size: int) -> Array:
     """Map a range of an open file's bytes read-only, as uint8.
 
-    The map exists as long as an array refers to it. ValueError if the range ends behind the file, OSError if
+    The map exists as long as an array refers to it. EOFError if the range ends behind the file, OSError if
     the system cannot map it.
     """
     if size == 0:  # nothing to map, and the system refuses
         return np.empty(0, np.uint8)
     if offset + size > os.fstat(fd).st_size:
-        raise ValueError("the range ends behind the file")
+        raise EOFError("the range ends behind the file")
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     pages = _Pages(fd, start, offset + size - start)
     return np.asarray(pages)[offset - start :]

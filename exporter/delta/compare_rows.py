@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Extent, SliceSpec, TensorRef
-from exporter.checkpoint.source_shard import open_shard
+from exporter.checkpoint.source_shard import open_shard, reading
 from exporter.checkpoint.tensor_values import compare_checksum, map_bytes
 from exporter.delta.format import ServedVariable
 from exporter.delta.layered_state import LayeredState
@@ -361,13 +361,13 @@ class SideChecksums:
         """Read the bytes of served rows `start` to `stop` and extend the checksums by them.
 
         The rows must follow the previous ones. Raises CheckpointChanged or CheckpointError if a file is gone
-        or cannot be opened, ValueError if it is too short, OSError if it cannot be mapped.
+        or too short, or cannot be opened or mapped.
         """
         # Called right after the comparison of these rows, which has brought them into the processor's cache.
         for extent, first, size in self._side.stored(start, stop):
             if extent not in self._maps:
                 path = self._paths[self._side.first + self._side.shards.index(extent.shard)]
-                with open_shard(path) as descriptor:
+                with open_shard(path) as descriptor, reading(path):
                     self._maps[extent] = map_bytes(descriptor, extent)
             self._crcs[extent] = extend(self._crcs.get(extent, 0), self._maps[extent][first : first + size])
 

@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
-from exporter.checkpoint.source_shard import open_shard, shard_status
+from exporter.checkpoint.source_shard import open_shard, reading, shard_status
 from exporter.checkpoint.tensor_bundle import check_values, read_array
 from exporter.checkpoint.tensor_values import cast_values, map_bytes, memory_map, stored_extent
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
@@ -54,7 +54,7 @@ class RowMap:
         if not mirror.is_remote(path):
             self._values = memory_map(catalog, ref, part)
             return
-        with open_shard(path) as fd:
+        with open_shard(path) as fd, reading(path):
             self._object = _ObjectRange(path, os.fstat(fd).st_ino, extent)
             self._values = map_bytes(fd, extent).view(ref.dtype.numpy).reshape(shape)
 

@@ -98,16 +98,16 @@ def crc_of(fd: int, offset: int, size: int) -> int:
     return crc
 
 
-def read_into(fd: int, offset: int, buffer: Bytes) -> int:
-    """Fill a buffer from an open file, from `offset`, and return the plain crc32c of the bytes read.
+def read_into(fd: int, offset: int, buffer: Bytes, crc: int = 0) -> int:
+    """Fill a buffer from an open file, from `offset`; return `crc` (plain) extended by its bytes.
 
-    If the file ends earlier, the rest of the buffer stays as it is. OSError if reading fails.
+    EOFError if the file ends earlier, OSError if reading fails.
     """
-    position = crc = 0
+    position = 0
     while position < len(buffer):
         count = os.preadv(fd, [buffer.data[position : position + CHUNK]], offset + position)
         if not count:
-            break
+            raise EOFError(f"the file ends before byte {offset + len(buffer)}")
         crc = extend(crc, buffer[position : position + count])  # while the bytes are in a core's cache
         position += count
     return crc

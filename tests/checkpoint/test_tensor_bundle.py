@@ -1,9 +1,10 @@
 """Both directions against TensorFlow's own kernels, bit for bit."""
 
+import os
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, SliceSpec, TensorRef
+from exporter.checkpoint import tensor_values
 from exporter.checkpoint.sstable import read_table
 from exporter.checkpoint.tensor_bundle import (
     BundleWriter,
@@ -26,6 +28,7 @@ from exporter.checkpoint.tensor_bundle import (
     read_catalog,
     shard_path,
 )
+from exporter.checkpoint.tensor_values import checked_map, read_blocks
 from exporter.errors import CheckpointChanged, CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
 from tests.support.budget import times
@@ -400,6 +403,49 @@ def test_a_shard_that_shrank_is_not_mapped(tmp_path: Path) -> None:
     for read in (memory_map, read_array, check_values):
         with pytest.raises(CheckpointChanged, match="shorter"):
             read(catalog, catalog.tensors["b"])
+
+
+@pytest.mark.parametrize("at", [1000, 2999])
+def test_blocks_of_a_shard_that_is_written_to_after_its_checksum_was_right(tmp_path: Path, at: int) -> None:
+    catalog = read_catalog(write(tmp_path / "m", b=np.arange(3000.0)))
+    blocks = read_blocks(catalog, catalog.tensors["b"], 1000)
+    assert_same(next(blocks), np.arange(1000.0))
+    with catalog.shards[0].open("r+b") as file:
+        file.seek(8 * at)
+        file.write(b"other")
+    assert_same(next(blocks)[1:], np.arange(1001.0, 2000))
+    with pytest.raises(CheckpointChanged, match="was written to while it was read"):
+        next(blocks)
+
+
+def test_blocks_of_a_shard_that_is_cut_after_its_checksum_was_right(tmp_path: Path) -> None:
+    catalog = read_catalog(write(tmp_path / "m", b=np.arange(3000.0)))
+    blocks = read_blocks(catalog, catalog.tensors["b"], 1000)
+    assert_same(next(blocks), np.arange(1000.0))
+    os.truncate(catalog.shards[0], 8 * 1500)
+    with pytest.raises(CheckpointChanged, match="became shorter"):
+        next(blocks)
+
+
+@pytest.mark.parametrize("read", [checked_map, check_values, read_array])
+@pytest.mark.parametrize("size", [8 * 3000, 100])
+def test_a_shard_that_is_written_to_while_it_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[..., object], size: int
+) -> None:
+    catalog = read_catalog(write(tmp_path / "m", b=np.arange(3000.0)))
+
+    def then_write(checksum: Callable[..., int]) -> Callable[..., int]:
+        def checked(*args: Any) -> int:
+            found = checksum(*args)
+            catalog.shards[0].write_bytes(bytes(size))
+            return found
+
+        return checked
+
+    for name in ("crc_of", "read_into"):
+        monkeypatch.setattr(tensor_values, name, then_write(getattr(tensor_values, name)))
+    with pytest.raises(CheckpointChanged):
+        read(catalog, catalog.tensors["b"])
 
 
 def test_an_index_that_is_replaced_while_it_is_read_is_not_trusted(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from exporter.delta.compare_rows import SideChecksums, StoredSide
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.layered_state import LayeredState
@@ -52,6 +54,14 @@ def test_tasks_find_what_threads_find(tmp_path: Path, layout: str, layers: tuple
         np.testing.assert_array_equal(found.hashes["t"], expected.hashes["t"])
     again = diff(new, new, schema, Comparison(tmp_path, hasher=hasher, runner=runner))
     assert again.changes == {}
+
+
+def test_a_file_that_shrinks_between_the_comparison_and_the_checksum(tmp_path: Path) -> None:
+    reader = stored(tmp_path / "a", "whole", np.zeros((ROWS, WIDTH), np.float32))
+    paths = [run.path for run in reader.runs]
+    os.truncate(paths[0], 100)
+    with pytest.raises(CheckpointChanged, match="became shorter"):
+        SideChecksums(StoredSide.of(reader, 0, ROWS, 0), paths).read(0, ROWS)
 
 
 @pytest.mark.parametrize("side", [0, 1])
