@@ -169,7 +169,7 @@ class PaceFlags(Struct, frozen=True):
     probe_seconds: float = 0.02
 
     def policy(self) -> PacePolicy | None:
-        """Return the limits of pacing; None without pacing."""
+        """Return the limits of pacing by latency; None without --pace factor."""
         from serving.agent.pacing import PacePolicy
 
         if self.pace_factor is None:
@@ -178,7 +178,7 @@ class PaceFlags(Struct, frozen=True):
 
 
 class AuditFlags(Struct, frozen=True):
-    """The option for what follows an audit that finds a difference."""
+    """The option for rebuilding replicas in which an audit finds a difference."""
 
     rebuild_config: Annotated[
         Path | None,
@@ -193,11 +193,11 @@ class AuditFlags(Struct, frozen=True):
     ] = None
 
     def rebuild(self, models: Sequence[str], audit_seconds: float | None) -> Callable[[], Proto] | None:
-        """Return a function that reads the servers' configuration, for rebuilds; None without
-        --rebuild-config.
+        """Return a function that reads the servers' configuration anew; None without --rebuild-config.
 
-        `models` are the agent's; `audit_seconds` is the time between audits, None without. UsageError if
-        nothing is audited, or the file cannot be used; the function raises it, too.
+        The file is read once now. `models` are the names of the agent's models, which it must list;
+        `audit_seconds` is the time between audits, None without audits. UsageError if nothing is audited, or
+        the file cannot be used; LfsPointer if it is a pointer of Git LFS. The function raises both, too.
         """
         if self.rebuild_config is None:
             return None
@@ -313,7 +313,8 @@ class LabelFlags(Struct, frozen=True):
         """Return the tag for each label, with the servers' configuration file; None without --label.
 
         `models` has the agent's directories by name; `is_trusting` is True with --trust. UsageError if keys
-        are trusted, a value is not a pair or not a tag, or the file is not given or cannot be used.
+        are trusted, a value is not LABEL=TAG, or the file is not given, cannot be used or lacks one of the
+        models; LfsPointer if it is a pointer of Git LFS.
         """
         if not self.label:
             return None
@@ -527,9 +528,9 @@ def agent(
 
 
 def _followed(paths: Mapping[str, Path], fetched: Collection[str]) -> list[FollowedModel]:
-    """Return the models that the agent follows: all of `paths`, by name.
+    """Return the models that the agent follows, in the order of `paths`, which has their paths by name.
 
-    A model named in `fetched` is a copy of a store.
+    Those named in `fetched` are marked as copies of a store.
     """
     from serving.agent.publications import FollowedModel
 
@@ -539,13 +540,13 @@ def _followed(paths: Mapping[str, Path], fetched: Collection[str]) -> list[Follo
 def _trust(
     models: Iterable[FollowedModel], trusting: Trusting, canaries: Collection[str], stack: ExitStack
 ) -> None:
-    """Ignore publications of these models that no trusted key has signed, until `stack` closes.
+    """Let this process ignore publications of `models` that no trusted key has signed, until `stack` closes.
 
-    `canaries` has the names of models with a canary. This is for models to which others write: `--pull`
-    checks publications before it stores them.
+    Others may write to these models; of the models of `--pull`, publications are checked before they are
+    stored. `canaries` has the names of models with a canary.
 
     Raises:
-        UsageError: a key cannot be used, or such a model has a canary.
+        UsageError: a key cannot be used, or one of `models` has a canary.
         NotTrusted: the identity that is pinned in a directory cannot be read.
     """
     from exporter.publish.versions import in_force
@@ -566,7 +567,8 @@ def _settings(
 ) -> Settings:
     """Return the settings of the fleet, without rules of labels.
 
-    `models` are the models' names. UsageError if --rebuild-config cannot be used, or nothing is audited.
+    `models` are the models' names. UsageError if --rebuild-config is given and nothing is audited, or its
+    file cannot be used; LfsPointer if the file is a pointer of Git LFS.
     """
     from serving.agent.replica import Settings
     from serving.agent.rollout import RolloutPolicy
@@ -592,10 +594,12 @@ def _settings(
 
 @contextmanager
 def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -> Iterator[int]:
-    """Serve metrics, probes and the status page of the fleet that `look` returns; yield the port's number.
+    """Serve metrics, probes and the status page of the fleet during the block; yield the port's number.
 
-    Also records samples and writes events of changes, in a thread that ends with the block. At entry
-    ServerError if the port cannot listen, UsageError for a bad option (certificate, token file, host names).
+    `look` returns the fleet's present state. A thread, told to stop at the end of the block, records samples
+    and writes events of changes to the journal. At entry ServerError if the port cannot listen, UsageError
+    for a bad option (certificate, token file, host names), LfsPointer if the token file is a pointer of Git
+    LFS.
     """
     from serving.agent import http
     from serving.agent.changes import Changes
@@ -617,9 +621,7 @@ def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -
 
 
 class _EventPrinter:
-    """A printer of events, one line each (a document with --json); with -q only of events that need an
-    operator.
-    """
+    """A printer of events: lines, or documents with --json; with -q only events that need an operator."""
 
     def __init__(self, sink: Output) -> None:
         self._sink = sink
@@ -628,20 +630,21 @@ class _EventPrinter:
     def started(self, host: str, port: int, scheme: str) -> None:
         """Print the address of the agent's port; `scheme` is `http` or `https`.
 
-        If that fails, it is a warning.
+        If printing fails, a warning says so.
         """
         self._print_or_warn(partial(self._print_start, host, port, scheme))
 
     def __call__(self, event: AgentEvent) -> None:
-        """Print an event, with -q only one for which an operator may have to act.
+        """Print an event; with -q only one for which an operator may have to act.
 
-        If that fails, it is a warning, once until printing succeeds again.
+        If printing fails, a warning says so, once until printing succeeds again.
         """
         self._print_or_warn(partial(self._print, event))
 
     def _print_or_warn(self, write: Callable[[], None]) -> None:
-        """Call `write`, which prints; if that fails (a full disk, a closed pipe), warn once that events are
-        lost.
+        """Call `write`, which prints; if it fails (a full disk, a closed pipe), warn that events are lost.
+
+        The warning is not repeated until `write` succeeds again.
         """
         try:
             write()
@@ -693,8 +696,8 @@ def _models(options: tuple[str, ...]) -> dict[str, Path]:
 def _require_no_parent(path: Path, name: str) -> None:
     """Raise UsageError for a directory of several models, in which nothing will ever be published.
 
-    `name` is the name given with the path, or "". A directory that does not exist, or holds nothing, passes.
-    ManifestError if it cannot be listed.
+    `name` is the name given with the path, or "", for the hint. A directory that does not exist, or holds
+    neither versions nor models, passes. ManifestError if it cannot be listed.
     """
     from exporter.publish.versions import models_in, newest_version
 

@@ -69,7 +69,8 @@ class HttpTls(Struct, frozen=True):
     def of(cls, certificate: str | None, key: str | None, client_ca: str | None) -> HttpTls | None:
         """Return the files that `--tls-cert`, `--tls-key` and `--client-ca` name; None if none is given.
 
-        The files are read once, to report errors early. UsageError if one is missing, or they cannot be used.
+        The files are read once, to report errors early. UsageError if a name is missing, a file cannot be
+        read, or the certificate, its key and the authority cannot be used.
         """
         if certificate is None and key is None and client_ca is None:
             return None
@@ -94,8 +95,8 @@ class HttpTls(Struct, frozen=True):
     def context(self) -> ssl.SSLContext:
         """Return a context for the server's side of connections, with the present content of the files.
 
-        It speaks TLS 1.2 and later. With `client_ca`, a client certificate is requested and, if presented,
-        must be of that authority; it is not required. OSError (SSLError included) if they cannot be used.
+        It speaks TLS 1.2 and later. With `client_ca`, a client certificate is requested, but not required;
+        one of another authority fails the handshake. OSError (SSLError included) if a file cannot be used.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -155,9 +156,10 @@ class HttpPort:
         tls: HttpTls | None = None,
         allow_host: str | None = None,
     ) -> None:
-        """Listen, in a thread of its own, and answer requests.
+        """Listen, and begin to answer requests, in threads of its own.
 
-        Args: application: called in a worker thread for each request. host: the address to listen on. port:
+        Args: application: called in a worker thread for each request; if it raises, the response has status
+        500. host: the address to listen on. port:
         the TCP port; 0 takes a free one, and `self.port` holds its number. option: the command line's option
         for the port, for the hint of an error. threads: how many requests are handled at the same time.
         max_body_bytes: longer requests are refused with 413. While the bodies and responses of all clients
@@ -195,16 +197,16 @@ class HttpPort:
     def stop(self, grace_seconds: float = 5.0) -> None:
         """Refuse new requests, and wait until those in progress have ended, for `grace_seconds` at most.
 
-        Then they are cut off. May be called repeatedly.
+        Then they are cut off, which takes up to another second. May be called repeatedly.
         """
         with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._begin_to_end, grace_seconds)
         self._thread.join(grace_seconds + 1.0)
 
     async def work(self, request: HttpRequest) -> HttpResponse:
-        """Return the application's response, computed in a worker thread; quick requests have reserved ones.
+        """Return the application's response, computed in a worker thread; status 500 if it raises.
 
-        If the application fails, the response has status 500.
+        Quick requests have reserved threads.
         """
         return await (self._quick if self._is_quick(request) else self._workers).work(request)
 
@@ -325,10 +327,9 @@ class _Connection:
         """It was cancelled to make room for another connection."""
 
     async def serve(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Handle the connection's requests, one after another, and close it; errors of the client are
-        ignored.
+        """Handle the requests of the connection `accepted`, one after another, and close it.
 
-        `accepted` is its socket, `tls` None for plain HTTP.
+        `tls` is None for plain HTTP. Errors of the client or of TLS end the connection; none is raised.
         """
         transport: asyncio.Transport | None = None
         try:
@@ -367,7 +368,7 @@ class _Connection:
     async def _has_begun(self) -> bool:
         """Wait for a request, skipping empty lines; return False if the client closes the connection.
 
-        TimeoutError after 60 s.
+        TimeoutError after 60 s, OSError if the connection breaks.
         """
         async with timeout(_IDLE_S):
             while not self._received:
@@ -380,9 +381,9 @@ class _Connection:
         return True
 
     async def _answer_one(self) -> bool:
-        """Read and handle one request, also one to refuse; return False if the connection ends with it.
+        """Read one request, and send the response or refusal; return False if the connection ends with it.
 
-        TimeoutError or OSError if the client does not receive the response.
+        TimeoutError if the client does not receive the response in time, OSError if the connection breaks.
         """
         self._has_body = True
         try:
@@ -466,9 +467,9 @@ class _Connection:
         self._port.held_bytes += bytes_
 
     async def _in_time(self, response: HttpResponse) -> None:
-        """Send a response; TimeoutError if the client does not receive it in time.
+        """Send a response; TimeoutError if the client does not receive it in time, OSError if it disconnects.
 
-        OSError if the client disconnects.
+        The time is `request_seconds` of the port, and more for a long body at 256 KiB/s or faster.
         """
         self._hold(length := sum(map(len, response.body)))
         async with timeout(self._port.request_seconds) as deadline:
@@ -510,9 +511,10 @@ class _Connection:
         return _error(HTTPStatus.REQUEST_TIMEOUT, f"no complete request in {self._port.request_seconds:g} s")
 
     async def _linger(self) -> None:
-        """Read and discard what the client still sends, for at most 2 s.
+        """Close the sending side, and discard further bytes until the client closes its own, for at most 2 s.
 
-        Closing a socket with unread bytes sends RST, and the client would lose the response.
+        Closing a socket with unread bytes sends RST, and the client would lose the response. OSError if the
+        connection breaks.
         """
         with suppress(TimeoutError):
             async with timeout(_LINGER_S):
@@ -523,7 +525,7 @@ class _Connection:
 
 
 class _Gzip:
-    """Unpacks a body as it arrives, so that limits count what it takes in memory."""
+    """A decompressor of a body as it arrives, so that limits count its bytes in memory."""
 
     def __init__(self) -> None:
         self._unzip = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
@@ -542,7 +544,7 @@ class _Gzip:
             data = self._unzip.unconsumed_tail
 
     def require_end(self) -> None:
-        """Raise _Refused if the body was cut off."""
+        """Raise _Refused if the gzip data have not ended."""
         if not self._unzip.eof:
             raise _Refused(HTTPStatus.BAD_REQUEST, "the gzip body is truncated")
 

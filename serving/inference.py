@@ -52,14 +52,17 @@ class Model(Protocol):
     ) -> list[NDArray[Any]]:
         """Return the values of the tensors `fetches`, in their order, computed from `feeds`, by tensor name.
 
-        `timeout_ms` limits the run, None does not. StatusError for unknown tensor names.
+        `timeout_ms` limits the run, None does not. StatusError for unknown tensor names; TensorFlow's own
+        errors pass.
         """
 
 
 def predict(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Run a signature, and fill the outputs of `response`, a `PredictResponse`.
+    """Run a signature on the inputs of a `PredictRequest`, and fill the outputs of a `PredictResponse`.
 
-    StatusError, as in TF Serving, if request or signature does not fit; TensorFlow's own errors pass.
+    The `model_spec` of `response` is not filled. StatusError, as in TF Serving, if the signature does not
+    exist, or the request does not fit it; TensorFlow's own errors pass; ValueError for an output of a
+    quantised type.
     """
     signature = _predict_signature(model, request.model_spec.signature_name, how)
     feeds = _feeds(signature, request.inputs, how.max_filled_bytes)
@@ -77,8 +80,8 @@ def predict_arrays(
 ) -> dict[str, NDArray[Any]]:
     """Run a signature without messages: arrays by input name in, arrays by output name out, sorted.
 
-    An empty name is the default signature's; an input may be left out if it has a default. Errors as
-    `predict`.
+    An empty name is the default signature's; an input may be left out if it has a default. StatusError if the
+    signature does not exist, or the inputs do not fit it; TensorFlow's own errors pass.
     """
     signature = _predict_signature(model, signature_name, how)
     _check_aliases(signature, set(inputs))
@@ -94,9 +97,10 @@ def predict_arrays(
 
 
 def classify(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Run a classify signature, and fill the result of `response`, a `ClassificationResponse`.
+    """Run a classify signature on the examples of a request, and fill `result` of a `ClassificationResponse`.
 
-    StatusError, as in TF Serving, if request or signature does not fit; TensorFlow's own errors pass.
+    StatusError, as in TF Serving, if the signature does not exist or does not classify, the request has no
+    examples, or an output has another type or shape; TensorFlow's own errors pass.
     """
     signature = _signature_of(model, request.model_spec)
     input_, outputs = _classify_tensors(signature, how)
@@ -106,9 +110,10 @@ def classify(model: Model, request: Proto, response: Proto, how: Inference = DEF
 
 
 def regress(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Run a regress signature, and fill the result of `response`, a `RegressionResponse`.
+    """Run a regress signature on the examples of a request, and fill `result` of a `RegressionResponse`.
 
-    StatusError, as in TF Serving, if request or signature does not fit; TensorFlow's own errors pass.
+    StatusError, as in TF Serving, if the signature does not exist or has not the tensors of a regression, the
+    request has no examples, or the output has another type or shape; TensorFlow's own errors pass.
     """
     signature = _signature_of(model, request.model_spec)
     input_, output = _regress_tensors(signature, how)
@@ -120,11 +125,12 @@ def regress(model: Model, request: Proto, response: Proto, how: Inference = DEFA
 def multi_inference(
     model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE
 ) -> None:
-    """Run several classify and regress signatures over one input, in one step, and fill `response`.
+    """Run several classify and regress signatures over one input, in one step of the session.
 
-    It is a `MultiInferenceResponse`; results have the order of the request's tasks. The examples are fed to
-    the input tensor of each signature: in TensorFlow 2 each has its own. StatusError for other methods, and
-    if the request does not fit the signatures.
+    Appends a result for each task of the request, in order, to `response`, a `MultiInferenceResponse`. The
+    examples are fed to the input tensor of each signature: in TensorFlow 2 each has its own. StatusError for
+    another method, a model or signature named twice or wrongly, or as `classify` and `regress`; TensorFlow's
+    own errors pass.
     """
     tasks = [(task, _task_signature(model, request.tasks, index)) for index, task in enumerate(request.tasks)]
     inputs: set[str] = set()
@@ -244,10 +250,9 @@ def _task_signature(model: Model, tasks: Sequence[Proto], index: int) -> Proto:
 
 
 def _classify_tensors(signature: Proto, how: Inference) -> tuple[str, list[str]]:
-    """Return the name of the input tensor, and of the signature's tensors `classes` and `scores`, one or
-    both.
+    """Return the name of a signature's input tensor, and those of its outputs `classes` and `scores`.
 
-    StatusError unless there is one input, and at least one of these.
+    A signature has one or both of these outputs. StatusError if it has neither, or not exactly one input.
     """
     _expect_method(signature, CLASSIFY, "classification", how)
     if len(signature.inputs) != 1:

@@ -83,8 +83,9 @@ class LoadedModel:
         return output
 
     def close(self) -> None:
-        """Free the session's memory, and release the lock; TensorFlow cancels steps in progress. May be
-        called once.
+        """Free the session's memory and release the lock; may be called once.
+
+        TensorFlow cancels steps in progress.
         """
         session, self._session = self._session, None
         session.close()
@@ -95,15 +96,16 @@ class LoadedModel:
 
 
 def has_saved_model(directory: Path) -> bool:
-    """Return True if the directory has a SavedModel's graph file, which a copy in progress may still lack."""
+    """Return True if the directory has a SavedModel's graph file; a copy in progress may still lack it."""
     return any((directory / name).is_file() for name in SAVED_MODEL_FILES)
 
 
 def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
-    """Load the SavedModel in `directory`, and hold a shared lock on its manifest until `close`.
+    """Load the SavedModel in `directory`, and hold a shared lock on its manifest, if any, until `close`.
 
-    StatusError if it is absent, being removed, or damaged, or has no graph with these tags; TensorFlow's own
-    errors and OSError pass.
+    StatusError: NOT_FOUND if there is none, or it has no graph with these tags; UNAVAILABLE if it is being
+    removed; DATA_LOSS if it does not parse, or has a pipe or device. OSError if a file cannot be read,
+    LfsPointer if the manifest is a pointer of Git LFS; TensorFlow's own errors pass.
     """
     if not has_saved_model(directory):
         names = " or ".join(SAVED_MODEL_FILES)
@@ -137,9 +139,9 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
 
 
 def _require_files(directory: Path) -> None:
-    """Raise StatusError for pipes and devices in the directory: TensorFlow would open one and block for ever.
+    """Raise StatusError if the directory holds a pipe, socket or device, at any depth.
 
-    All later loads would wait behind it.
+    TensorFlow would open a pipe and block for ever, and all later loads would wait behind that.
     """
     for path in directory.rglob("*"):
         with suppress(OSError):
@@ -151,8 +153,9 @@ def _require_files(directory: Path) -> None:
 def _lock(manifest: Path) -> int | None:
     """Acquire the shared lock that keeps retention from removing the version, without waiting for it.
 
-    Returns its descriptor, which the caller closes; None if there is no manifest. StatusError if the version
-    is being removed; OSError if the manifest cannot be opened.
+    Returns its descriptor, which the caller closes; None if there is no manifest. StatusError UNAVAILABLE if
+    the version is being removed; OSError if the manifest cannot be opened; LfsPointer if it is a pointer of
+    Git LFS.
     """
     try:
         descriptor = open_regular(manifest)

@@ -44,7 +44,9 @@ def load_warm(
 ) -> LoadedModel:
     """Load the SavedModel in `directory` and replay its warm-up requests; return the model.
 
-    If a request fails, the model is closed. Errors as `load` and `warm_up`.
+    StatusError if it is absent, damaged or being removed, or a request is refused; OSError if a file cannot
+    be read, LfsPointer if one is a pointer of Git LFS; TensorFlow's own errors pass. After a failed request
+    the model is closed.
     """
     model = load(directory, loading)
     try:
@@ -58,10 +60,10 @@ def load_warm(
 def warm_up(model: Model, directory: Path, how: Inference = DEFAULT_INFERENCE, *, iterations: int = 1) -> int:
     """Replay the warm-up requests of the SavedModel in `directory`, in file order; return their number.
 
-    Each is replayed `iterations` times before the next one; 0 replays none. Without a file of them nothing
-    happens; both return 0. StatusError for more than `MAX_RECORDS` requests, a damaged file, or a request
-    that does not fit, after the requests before it were replayed; OSError if the file cannot be read;
-    TensorFlow's own errors pass.
+    Each is replayed `iterations` times before the next one. Without a file of requests, or with 0 iterations,
+    nothing happens and 0 is returned. StatusError for more than `MAX_RECORDS` requests, a damaged file, or a
+    request that does not fit, after the requests before it were replayed; OSError if the file cannot be read,
+    LfsPointer if it is a pointer of Git LFS; TensorFlow's own errors pass.
     """
     from exporter.wire.tfrecord import DamagedRecord, read_records
 
@@ -148,9 +150,9 @@ class VersionManager:
         self._thread.start()
 
     def stop(self, grace_seconds: float) -> None:
-        """Unload everything, and wait; requests in progress have `grace_seconds` before they are cut off.
+        """Unload everything, and wait, for about `grace_seconds` in all.
 
-        A load in progress is waited for as long.
+        A load in progress may end in that time, and so may requests in progress; then they are cut off.
         """
         deadline = time.monotonic() + grace_seconds
         with self._changed:
@@ -166,8 +168,8 @@ class VersionManager:
     def follow(self, base_path: Path, policy: VersionPolicy) -> None:
         """Follow another base path, or choose versions by another policy, from now on; does not wait.
 
-        Nothing happens if both are as before; a retired model starts again. A loaded version of the same
-        number stays, from whichever path it was loaded, as in TF Serving.
+        Nothing happens if both are as before, unless the model is retired: then it starts again. A loaded
+        version of the same number stays, from whichever path it was loaded, as in TF Serving.
         """
         with self._changed:
             if (self.base_path, self._policy) == (base_path, policy):
@@ -194,7 +196,7 @@ class VersionManager:
 
     @contextmanager
     def borrow(self, version: int | None) -> Iterator[tuple[int, LoadedModel]]:
-        """Yield number and model of the given version, or of the newest available one (None).
+        """Yield number and model of an available version: `version`, or the newest for None.
 
         It stays loaded inside the `with` block. StatusError NOT_FOUND if it is not available.
         """
@@ -228,7 +230,7 @@ class VersionManager:
             return self._available()
 
     def is_coming(self) -> bool:
-        """Return True while a first version is being searched or loaded, and has not failed."""
+        """Return True while the manager looks for a first version, or loads one that has not failed."""
         with self._changed:
             if self._policy is None or self._stopping:
                 return False
@@ -237,10 +239,10 @@ class VersionManager:
             return not self._available() and not self._wanted <= self._failures.keys()
 
     def wait_available(self, timeout_seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> int:
-        """Wait for an available version and return the newest one.
+        """Wait for an available version and return the newest one's number.
 
-        ServerError if the time is over, if `is_wanted`, asked about once a second, returns False, or if no
-        version can become available.
+        ServerError after `timeout_seconds`, if `is_wanted`, called about once a second, returns False, or if
+        no version can become available; ModelPathNotFound, a ServerError, if the base path does not exist.
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
@@ -324,11 +326,10 @@ class VersionManager:
             self._changed.notify_all()
 
     def _settle(self, wanted: frozenset[int], directories: dict[int, Path], starts: int) -> None:
-        """Load and unload until exactly `wanted` is served, or until `stop`; a version that fails to load is
-        left out.
+        """Load and unload versions until exactly `wanted` is served, or until `stop`.
 
-        `directories` has the path of each existing version; `starts` is the model's start to which they
-        belong.
+        A version that fails to load is left out, until its directory changes. `directories` has the path of
+        each existing version; `starts` is the number of the model's start to which both belong.
         """
         failures = {
             version: fingerprint
@@ -376,8 +377,9 @@ class VersionManager:
         self._announce(VersionStatus(version, VersionState.AVAILABLE), _Served(model))
 
     def _begin_unload(self, version: int) -> None:
-        """Unload in a separate thread, and do not wait: a request that never ends must not delay new
-        versions.
+        """Begin to unload a version in a separate thread, without waiting for its requests.
+
+        One that never ends must not delay new versions.
         """
         self._announce(VersionStatus(version, VersionState.UNLOADING))
         threading.Thread(target=self._unload, args=(version,), name=f"unload {version}", daemon=True).start()
@@ -405,7 +407,10 @@ class VersionManager:
 
 
 def _fingerprint(directory: Path) -> object:
-    """Return the paths, sizes and times of all files, sorted, which change with the directory."""
+    """Return paths, sizes and modification times of all files below a directory, sorted.
+
+    The value changes when the directory does. Files that cannot be looked at are left out.
+    """
     found = []
     for path in directory.rglob("*"):
         with suppress(OSError):

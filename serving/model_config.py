@@ -32,7 +32,7 @@ class Latest(Struct, frozen=True):
     count: int = 1
 
     def choose(self, versions: Iterable[int]) -> frozenset[int]:
-        """Return the newest `count` of the existing versions, but at least one; all if there are fewer."""
+        """Return the newest `count` of the existing versions, but at least one; all if they are fewer."""
         return frozenset(sorted(versions)[-max(1, self.count) :])
 
 
@@ -72,9 +72,9 @@ class Unload(Struct, frozen=True):
 
 
 def versions_among(names: Iterable[str]) -> dict[int, str]:
-    """Return the directory names that are versions, by version: non-negative int64s in ASCII digits.
+    """Return the directory names that are versions, non-negative int64s in ASCII digits, by their number.
 
-    Other names are left out; of `1` and `01` the last in sorted order counts.
+    Other names are left out; of `1` and `01`, one number, the last in sorted order counts (`1`).
     """
     numbers = {}
     for name in sorted(names):
@@ -86,8 +86,9 @@ def versions_among(names: Iterable[str]) -> dict[int, str]:
 def next_action(wanted: frozenset[int], states: Mapping[int, VersionState]) -> Load | Unload | None:
     """Return the next step towards serving exactly `wanted`; None when no step is left.
 
-    A version that is no longer wanted stays until a wanted one is available, so that a new version that
-    cannot be loaded never replaces the working one. If `wanted` is empty, all versions are unloaded.
+    Loads begin with the greatest number, unloads with the least. A version that is no longer wanted stays
+    until a wanted one is available, so that a new version that cannot be loaded never replaces the working
+    one. If `wanted` is empty, all versions are unloaded.
 
     Args: wanted: the versions to serve. states: the state of each known version; one that failed to load
     stays in `END`.
@@ -111,7 +112,7 @@ class ModelConfig(Struct, frozen=True):
 
 
 def read_config_file(path: Path) -> Proto:
-    """Read a `ModelServerConfig` in text form.
+    """Read a `ModelServerConfig` in text form from the file of --model-config-file.
 
     Raises:
         UsageError: the file cannot be read, or has other content.
@@ -126,7 +127,7 @@ def read_servers_config(option: str, file: Path, models: Iterable[str]) -> Proto
     `option` names the file in errors.
 
     Raises:
-        UsageError: it cannot be read, has other content, or lacks one of `models`, the agent's.
+        UsageError: it cannot be read, has other content, or lacks one of `models`, the names of the agent's.
         LfsPointer: it is a pointer of Git LFS.
     """
     config = read_text_config(option, file, "serving.ModelServerConfig")
@@ -150,7 +151,8 @@ def listed_models(config: Proto) -> tuple[ModelConfig, ...]:
 
     Raises:
         StatusError: INVALID_ARGUMENT, it is not a list of models, names a model twice, or an entry lacks its
-            name, path or platform, or its path is relative or not local. Platforms of other names pass.
+            name, path or platform, or its path is relative, not local, or a pattern to TensorFlow. Platforms
+            of other names pass.
     """
     if config.WhichOneof("config") == "custom_model_config":
         raise invalid("Only ModelConfigList is currently supported")
@@ -163,7 +165,10 @@ def listed_models(config: Proto) -> tuple[ModelConfig, ...]:
 
 
 def require_platform(wanted: Iterable[ModelConfig], served: Container[str]) -> None:
-    """Raise StatusError for models of other platforms; `served` has the names of the models served now."""
+    """Raise StatusError if a model has another platform than `tensorflow`.
+
+    `served` has the names of the models served now, for which the message differs.
+    """
     for model in wanted:
         if model.platform != PLATFORM and model.name in served:
             raise invalid(
@@ -198,11 +203,12 @@ def _platform(entry: Proto) -> str:
 
 
 def check_to_send(config: Proto) -> None:
-    """Raise UsageError for entries that would block a stock server.
+    """Raise UsageError if an entry of a `ModelServerConfig` would block a stock server.
 
-    It would refuse and keep such an entry, and answer every later configuration with the same error until a
-    restart: `ServerCore::ReloadConfig` stores a configuration before it finds the routes of its platforms,
-    and compares each later one with the stored one (server_core.cc).
+    Such an entry repeats a name, has a relative path, or gives its platform twice, not at all, or by an
+    unknown `model_type`. The server would refuse and keep it, and answer every later configuration with the
+    same error until a restart: `ServerCore::ReloadConfig` stores a configuration before it finds the routes
+    of its platforms, and compares each later one with the stored one (server_core.cc).
     """
     names: set[str] = set()
     for entry in config.model_config_list.config:
@@ -221,10 +227,10 @@ def check_to_send(config: Proto) -> None:
 
 
 def absent(entry: Proto) -> str:
-    """Return the reason why a server would wait for a new model's files; "" if it would not, or if unknown.
+    """Return the reason why a server would wait for the files of a new model's `entry`; else "".
 
-    This machine can judge a path if the parent directory exists here and is not the root. ManifestError if
-    the directory cannot be listed.
+    "" also if this machine cannot judge the path: its parent directory does not exist here or is the root,
+    or the path cannot be listed. OSError if this user may not look at the path.
     """
     path = Path(entry.base_path)
     if _SCHEME.match(entry.base_path) or path.parent == path.parent.parent or not path.parent.is_dir():

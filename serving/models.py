@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServedModels:
-    """Models by name; `create` makes the manager of a new one.
+    """The models of a server by name; `create` makes the manager of a new one.
 
     A model that a new configuration omits is unloaded; the last statuses of its versions stay known. With
     `labels_unavailable_versions` new labels may name versions that are not available.
@@ -40,9 +40,9 @@ class ServedModels:
         self._is_stopping = False
 
     def stop(self, grace_seconds: float) -> None:
-        """Unload everything, and refuse further configurations.
+        """Unload all models, one after another, and refuse further configurations.
 
-        It waits; requests in progress have `grace_seconds` in all before they are cut off.
+        Waits; requests in progress have `grace_seconds` in all before they are cut off.
         """
         with self._configuring:
             self._is_stopping = True
@@ -69,7 +69,7 @@ class ServedModels:
         return self._labels.get(name, {})
 
     def versions(self, name: str) -> list[VersionStatus]:
-        """Return every version of a model that the server has ever seen, the newest first.
+        """Return the last status of every version of a model that the server has ever seen, the newest first.
 
         Empty for an unknown model.
         """
@@ -78,10 +78,10 @@ class ServedModels:
 
     @contextmanager
     def borrow(self, spec: Proto) -> Iterator[tuple[int, LoadedModel]]:
-        """Yield number and model of the version that a `ModelSpec` names; it stays loaded inside the `with`
-        block.
+        """Yield number and model of the version that a `ModelSpec` names: by number, by label, or the newest.
 
-        StatusError if the model, version or label does not exist, or the version is not available.
+        It stays loaded inside the `with` block. StatusError INVALID_ARGUMENT if no model is named or the
+        label is unknown, NOT_FOUND if the model is not served or the version is not available.
         """
         if not spec.name:
             raise invalid("ModelSpec has no name specified.")
@@ -100,9 +100,10 @@ class ServedModels:
             yield borrowed
 
     def statuses(self, spec: Proto) -> list[VersionStatus]:
-        """Return the versions of a model, the newest first, or only the one that the `ModelSpec` names.
+        """Return the statuses of a model's versions, the newest first; only one if `spec` names a version.
 
-        StatusError if there are none.
+        `spec` is a `ModelSpec`. There is at least one status. StatusError NOT_FOUND if no version of the
+        model, or not this one, was ever seen, INVALID_ARGUMENT if the label is unknown.
         """
         statuses = self.versions(spec.name)
         version = self._version(spec)
@@ -118,7 +119,8 @@ class ServedModels:
     def configure(self, wanted: Sequence[ModelConfig]) -> None:
         """Start to serve exactly these models, and do not wait for them.
 
-        StatusError if the configuration is refused; then nothing changes.
+        StatusError if the configuration is refused, because of a platform or a label, or the server is
+        stopping; then nothing changes.
         """
         with self._configuring:
             self._configure(wanted)
@@ -180,10 +182,9 @@ class ServedModels:
             manager.start()
 
     def _check_labels(self, wanted: Sequence[ModelConfig]) -> None:
-        """Raise StatusError if a label would move to a version that is not available: its requests would
-        fail.
+        """Raise StatusError if a label would move to a version that is not available.
 
-        A new label may not name such a version either, unless that is allowed.
+        Its requests would fail. A new label may name such a version only with `labels_unavailable_versions`.
         """
         for model in wanted:
             current = self.labels(model.name)
@@ -236,7 +237,7 @@ class ConfigFile:
         self._problem = ""
 
     def read(self, *, may_be_empty: bool = True) -> tuple[ModelConfig, ...]:
-        """Return the models that the file lists.
+        """Read the file, and return the models that it lists, in its order.
 
         UsageError if it cannot be used, or is empty and `may_be_empty` is False; LfsPointer if it is a
         pointer of Git LFS.
@@ -252,10 +253,10 @@ class ConfigFile:
             ) from error
 
     def follow(self, models: ServedModels) -> None:
-        """Apply the file's content each time it is read, in a thread, until `stop`, as in TF Serving.
+        """Begin to read the file every `poll_seconds`, in a thread, and apply its content to `models`.
 
-        A configuration that cannot be applied changes nothing, and is logged once. Without `poll_seconds`
-        nothing happens.
+        This goes on until `stop`. A configuration that cannot be applied changes nothing, and its error is
+        logged once in a row. With `poll_seconds` 0 nothing happens.
         """
         if self._poll_seconds > 0:
             name = f"models of {self.path.name}"

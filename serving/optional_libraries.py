@@ -11,8 +11,8 @@ from exporter.errors import UsageError, to_install
 def require_libraries(extra: str, purpose: str, *names: str) -> None:
     """Import the libraries of an extra, before anything starts that would have to be stopped without them.
 
-    `purpose`, the part of the program that needs them, begins the error; `names` are names of modules;
-    `extra` is named in the hint.
+    `names` are names of modules; `purpose`, the part of the program that needs them, begins the error;
+    `extra`, the name of the package's extra, is in the hint.
 
     Raises:
         UsageError: one of them is not installed, or cannot be imported.

@@ -48,9 +48,9 @@ class Reloaded(Struct, frozen=True):
 def first_step(wanted: Proto, known: Mapping[str, Labels]) -> Proto | None:
     """Return the configuration to send before `wanted`; None if every label of `wanted` can be set at once.
 
-    `known` has each model's versions and labels, by name. A label whose new version is not available yet
-    keeps its current version; a policy of specific versions then also lists that version, so that it stays
-    loaded. A new label for such a version is left out.
+    `known` has the versions and labels of each model in `wanted`, by name. A label whose new version is not
+    available yet keeps its current version; a policy of specific versions then also lists that version, so
+    that it stays loaded. A label without an available current version is left out.
     """
     first = message_class("serving.ModelServerConfig")()
     first.CopyFrom(wanted)
@@ -70,9 +70,9 @@ def first_step(wanted: Proto, known: Mapping[str, Labels]) -> Proto | None:
 
 
 def problem_of(model: Proto, statuses: Sequence[VersionStatus]) -> str | None:
-    """Return the reason why the server does not yet serve a model as its entry requires; None if it does.
+    """Return the reason why a server does not yet serve a model as its entry requires; None if it does.
 
-    `statuses` has all its versions on the server.
+    `model` is the entry in the configuration; `statuses` has all versions of the model on the server.
     """
     states = {status.version: status for status in statuses}
     for version in sorted(needed_versions(model)):
@@ -90,8 +90,9 @@ def problem_of(model: Proto, statuses: Sequence[VersionStatus]) -> str | None:
 
 
 def has_failed(model: Proto, statuses: Sequence[VersionStatus]) -> bool:
-    """Return True if waiting longer will not help: a version that the entry names failed, or all versions
-    did.
+    """Return True if waiting longer will not help: a version that the entry `model` names failed, or all.
+
+    `statuses` has all versions of the model on the server.
     """
     failed = {s.version for s in statuses if s.code and s.state is VersionState.END}
     others = {s.version for s in statuses} - failed
@@ -99,15 +100,15 @@ def has_failed(model: Proto, statuses: Sequence[VersionStatus]) -> bool:
 
 
 def needed_versions(model: Proto) -> set[int]:
-    """Return the versions named in an entry of a configuration, by its policy or by labels."""
+    """Return the versions that an entry of a configuration names by its policy or by labels."""
     return {*model.model_version_policy.specific.versions, *model.version_labels.values()}
 
 
 def require_there(new: Iterable[Proto]) -> None:
     """Raise ModelPathNotFound if files of new models do not exist, before the models are sent to a server.
 
-    `new` are their entries; a path that this machine cannot judge passes. ManifestError if a directory here
-    cannot be listed.
+    `new` are their entries. A path that this machine cannot judge passes, as one whose parent directory is
+    not here. OSError if this user may not look at a path.
     """
     for entry in new:
         if problem := absent(entry):
@@ -133,8 +134,8 @@ class Reloader:
         """Prepare a reload; `run` sends the configuration.
 
         Args: wanted: the `ModelServerConfig`; it lists at least one model. connect: makes a client for the
-        model of a name. deadline_s: seconds for the whole reload, from now on. checks_paths: check that the
-        files of models new to the server exist.
+        model of a name; `run` closes it. deadline_s: seconds for the whole reload, from now on. checks_paths:
+        check that the files of models new to the server exist.
         """
         self._wanted = wanted
         self._connect = connect
@@ -143,12 +144,17 @@ class Reloader:
         self._checks_paths = checks_paths
 
     def run(self) -> list[Reloaded]:
-        """Send the configuration, and wait until it is served; return each model's versions and labels, in
-        order.
+        """Send the configuration, and wait until it is served; return the models in its order.
 
-        ModelPathNotFound or UsageError, and nothing is sent, if a server would wait for ever, ManifestError
-        if a model's directory here cannot be listed; CallFailed if it does not respond or refuses,
-        ServerError if a model cannot be loaded or is not served in time.
+        If labels name versions that are not available yet, it is sent twice, the second time with these
+        labels. Errors of `connect` pass.
+
+        Raises:
+            UsageError: an entry would block a stock server; nothing was sent.
+            ModelPathNotFound: a server would wait for a path that does not exist; nothing was sent.
+            OSError: this user may not look at a path; nothing was sent.
+            CallFailed: the server did not respond, or refused.
+            ServerError: a model cannot be loaded, or is not served before the deadline.
         """
         check_to_send(self._wanted)
         with ExitStack() as stack:
@@ -171,10 +177,10 @@ class Reloader:
         return Labels(available, {label: version for label, version in found.items() if version is not None})
 
     def _served(self, client: ModelClient, model: Proto) -> list[int]:
-        """Wait until a model is served as its entry requires; return its available versions, the newest
-        first.
+        """Wait until a model is served as its entry `model` requires; return its available versions.
 
-        ServerError if it cannot be loaded, or the time is over; CallFailed if the server does not respond.
+        The newest is first. ServerError if it cannot be loaded, or at the deadline; CallFailed if the server
+        does not respond.
         """
         began = time.monotonic()
         while (problem := problem_of(model, found := statuses(client))) is not None:
@@ -195,8 +201,7 @@ class Reloader:
 
 
 def statuses(client: ModelClient) -> list[VersionStatus]:
-    """Return the versions of a model on a server, the newest first; none if the server does not know the
-    model.
+    """Return the states of a model's versions on a server, the newest first; [] for an unknown model.
 
     CallFailed if the server does not respond, or refuses for another reason.
     """

@@ -51,7 +51,13 @@ class WholeFlags(Struct, frozen=True):
     def config(self, entry: EntryFlags) -> Any:
         """Return the configuration to send: the file's, or an empty one, with the entry of --model-name.
 
-        UsageError if it lists no model, if options for a model lack its name, or as `put_into`.
+        Raises:
+            UsageError: options exclude each other or need another one, a label is malformed or names no
+                position, the file cannot be used, or the configuration lists no model.
+            LfsPointer: the file is a pointer of Git LFS.
+            PositionUnknown: a label's tag does not exist.
+            ManifestError, CheckpointError, PublishError: the model in which a tag is looked up cannot be
+                read.
         """
         config = self._given(has_model=entry.model_name is not None)
         if entry.model_name is not None:
@@ -65,8 +71,9 @@ class WholeFlags(Struct, frozen=True):
     def _given(self, *, has_model: bool) -> Any:
         """Return the file's configuration, or an empty one with --only.
 
-        UsageError if options exclude each other, the file cannot be used, or neither a file nor --only is
-        given.
+        `has_model` is True with --model-name. UsageError if options exclude each other, the file cannot be
+        used, or there is neither a file nor --only with --model-name; LfsPointer if the file is a pointer of
+        Git LFS.
         """
         from exporter.wire.protos import message_class
         from serving.model_config import read_config_file
@@ -116,9 +123,14 @@ class EntryFlags(Struct, frozen=True):
     def put_into(self, config: Any, name: str) -> None:
         """Change the entry of the model `name` in `config` by the options, or add one; its other fields stay.
 
-        If labels are given, they replace all labels of the entry. UsageError if a new entry lacks a base
-        path, options exclude each other, or a label is not LABEL=VERSION; other ExportErrors if a tag cannot
-        be looked up.
+        If labels are given, they replace all labels of the entry. A tag is looked up in the base path, also
+        in a store.
+
+        Raises:
+            UsageError: a new entry lacks a base path, options exclude each other, a label is not
+                LABEL=VERSION, or its tag is malformed, or the base path has no publications.
+            PositionUnknown: there is no such tag, or no version from which its position can be reached.
+            ManifestError, CheckpointError, PublishError: the base path cannot be read.
         """
         policy, base_path = self._policy(), self.model_base_path
         found = [entry for entry in config.model_config_list.config if entry.name == name]
@@ -158,10 +170,11 @@ class EntryFlags(Struct, frozen=True):
 
 
 def _version_at(named: str, base_path: str) -> int:
-    """Return the version from which the fewest deltas reach a position.
+    """Return the version of a model from which the fewest deltas reach the position `named`.
 
-    The position is named as for `export-model rollback --to`. UsageError if the base path has no versions,
-    PositionUnknown for an unknown name, other ExportErrors if the path cannot be read.
+    The position is named as for `export-model rollback --to`; `base_path` may be a URL. UsageError if the
+    name is malformed, or nothing is published there; PositionUnknown for an unknown name; ManifestError,
+    CheckpointError or PublishError if the model cannot be read.
     """
     from exporter.publish.tags import version_named
     from exporter.transfer.opened import opened

@@ -67,9 +67,10 @@ _HTTP = {
 
 
 def metrics_path(monitoring_config_file: Path | None) -> str | None:
-    """Return the path of the metrics in a `MonitoringConfig`, by default `PROMETHEUS_PATH`.
+    """Return the URL path of the metrics that a `MonitoringConfig` file names, by default `PROMETHEUS_PATH`.
 
-    None without a file, or if the file does not enable them. UsageError if it is invalid.
+    None without a file, or if the file does not enable metrics. UsageError if it cannot be read or is
+    invalid, LfsPointer if it is a pointer of Git LFS.
     """
     if monitoring_config_file is None:
         return None
@@ -78,7 +79,10 @@ def metrics_path(monitoring_config_file: Path | None) -> str | None:
 
 
 class RequestedModel(Struct, frozen=True):
-    """The model and version that a path names, and what the request does with it."""
+    """The model and version that the path of a request names, and its operation, `what`.
+
+    `what` is `predict`, `classify`, `regress`, `status` or `metadata`.
+    """
 
     name: str
     version: int | None
@@ -227,7 +231,8 @@ class RestInterface:
 def _require_types(inputs: Mapping[str, NDArray[Any]], signature: Proto) -> None:
     """Raise NoJsonForm for inputs of types that TensorFlow Serving does not read from JSON.
 
-    `inputs` are by name, types are the signature's. An array without elements passes, whatever its type.
+    `inputs` are by name, and their types are those in the `SignatureDef`. An array without elements passes,
+    whatever its type.
     """
     for name, array in inputs.items():
         dtype = DType(signature.inputs[name].dtype)
@@ -273,8 +278,9 @@ def _require_origin(request: HttpRequest) -> None:
 def _refuse_other_pages(headers: Mapping[str, str]) -> None:
     """Raise StatusError for a POST that a page of another site makes a browser send without asking first.
 
-    That is a form, or a text like one. For JSON the browser asks first, by OPTIONS, and is refused without
-    CORS. Programs send neither of the two headers (`curl -d` sends a form's type), proxies pass them on.
+    `headers` are the request's, by lower-case name. Such a POST has a type other than JSON: for JSON the
+    browser asks first, by OPTIONS, and is refused without CORS. Another site is recognised by
+    `Sec-Fetch-Site` or `Origin`. Programs send neither (`curl -d` sends a form's type); proxies pass them on.
     """
     if headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
         return
@@ -306,8 +312,9 @@ def _message(message: Proto) -> str:
 
 @cache
 def _printing_defaults() -> dict[str, Any]:
-    """Return the argument of MessageToJson that prints fields without a value; its name changed in protobuf
-    5.
+    """Return the argument of MessageToJson that prints fields without a value, as {name: True}; memoised.
+
+    Its name changed in protobuf 5.
     """
     from google.protobuf.json_format import MessageToJson
 

@@ -26,10 +26,11 @@ _BLOCK = 1 << 16
 
 
 def texts(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> Iterator[bytes]:
-    """Yield the JSON of `rows` or `columns` in parts, as bytes, to save memory.
+    """Yield the JSON of `rows` (with `by_row`) or `columns` in parts, as bytes, to save memory.
 
-    Only a part of a long response is Python objects at a time. Iterating raises ValueError as `rows` and
-    `columns` do.
+    Only a part of a long response is Python objects at a time. ValueError, while iterating, if REST or JSON
+    has no form for a value; with `by_row` also if an output has no rows, or outputs have different numbers of
+    rows.
     """
     _require_types(outputs)
     size = sum(map(_items, outputs.values()))
@@ -83,9 +84,10 @@ def _text_of(document: Json) -> bytes:
 
 
 def rows(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
-    """Return the row format: `predictions` has an item per row, or for several outputs a dict by output name.
+    """Return the row format: `predictions` has an item per row, of several outputs a dict by output name.
 
-    ValueError if outputs have no rows, or different numbers, or JSON has no form for a value.
+    ValueError if an output has no rows, outputs have different numbers of rows, or JSON has no form for a
+    value.
     """
     _require_rows(outputs)
     columns = {name: to_json(array, name) for name, array in outputs.items()}
@@ -105,8 +107,7 @@ def _require_rows(outputs: Mapping[str, NDArray[Any]]) -> None:
 
 
 def columns(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
-    """Return the columnar format: `outputs` has each output by name, or the output itself if there is only
-    one.
+    """Return the columnar format: `outputs` has each output by name, or is the output if there is only one.
 
     ValueError if JSON has no form for a value.
     """
@@ -125,10 +126,11 @@ def regressions(values: Sequence[float]) -> dict[str, Json]:
 
 
 def to_json(array: NDArray[Any], name: str) -> Json:
-    """Return a tensor as nested lists; strings are texts, or `{"b64": ...}` if the name ends in `_bytes`.
+    """Return a tensor as nested lists, or a scalar as its value.
 
-    Floats of at most 32 bits are the shortest decimals with the same value in their type. ValueError for
-    complex numbers, and for strings that are not UTF-8 without that ending.
+    Strings become texts, or `{"b64": ...}` if the output's `name` ends in `_bytes`. Floats of at most 32 bits
+    become the shortest decimals with the same value in their type. ValueError for complex numbers, for
+    strings that are not UTF-8 under another name, and for a type that TensorFlow does not have.
     """
     dtype = dtype_of(array)
     if dtype is DType.STRING:

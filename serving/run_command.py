@@ -153,9 +153,10 @@ def _announce(sink: Output, server: ModelServer) -> None:
 
 
 def _tables(version: Path) -> str | None:
-    """Return the state of a loaded version's mapped tables, in words; None if it was not made to map any.
+    """Return the state of mapped tables in words; None for a version that was not made to map any.
 
-    None, too, if its manifest cannot be read, as for a version of another program.
+    `version` is its directory. None, too, if its manifest cannot be read, as for a version of another
+    program. CheckpointError if a table's file is a pointer of Git LFS.
     """
     from exporter.publish.mapped_state import tables_state
     from exporter.publish.versions import read_manifest
@@ -171,8 +172,9 @@ def _the_model(
 ) -> tuple[Path | None, str | None]:
     """Return the path and name of the one model to serve; None for both if a file lists the models.
 
-    `argument` is MODEL, `option` --model-base-path. The name is also None if the path was given as an
-    argument, without a name. UsageError for no path, two different ones, or one that cannot be a model's.
+    `argument` is MODEL, `option` --model-base-path. The name is also None if MODEL is given without a name.
+    Prints a note if options have no effect, or the path has no version yet. UsageError for no path, two
+    different ones, or one that cannot be a model's; OSError if it cannot be listed.
     """
     if config_file is not None:
         if argument or option or name:
@@ -194,10 +196,10 @@ def _the_model(
 
 
 def _require_no_neighbour(sink: Output, path: Path) -> None:
-    """Raise UsageError for a path beside the model that was probably meant, a file, or checkpoints.
+    """Raise UsageError for a file, a directory of checkpoints, or a path beside a model, probably meant.
 
-    A directory without versions is accepted, with a note; one that does not exist, too, without one. OSError
-    if the directory cannot be listed.
+    Another directory without versions is accepted, and a note is printed; a path that does not exist is
+    accepted without a note. OSError if the directory cannot be listed.
     """
     from exporter.publish.versions import likely_model
 
@@ -227,7 +229,7 @@ class _StatusPrinter:
         self._server: ModelServer | None = None
 
     def begin(self, server: ModelServer) -> None:
-        """From now on, also print versions of this server that become available."""
+        """Print versions of this server that become available, too, from now on."""
         self._server = server
 
     def __call__(self, model: str, status: VersionStatus) -> None:

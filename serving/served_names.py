@@ -17,16 +17,15 @@ _MOST_BYTES = 4096
 
 
 def as_metadata(names: Iterable[str]) -> tuple[tuple[str, bytes], ...]:
-    """Return the trailing metadata with these names, sorted; () if they are too long."""
+    """Return the trailing metadata with these names, sorted; () if they take more than 4 KiB as JSON."""
     content = msgspec.json.encode(sorted(names))
     return ((_KEY, content),) if len(content) <= _MOST_BYTES else ()
 
 
 def names_in(metadata: Iterable[Any] | None) -> tuple[str, ...]:
-    """Return the names in an answer's metadata; empty if the server does not send them, or sends something
-    else.
+    """Return the names of models in an answer's metadata; empty if it has none, or they do not parse.
 
-    Names that are not printable are left out.
+    `metadata` has pairs of key and value. Names that are not printable are left out.
     """
     found = next((value for key, value in metadata or () if key == _KEY), b"")
     try:

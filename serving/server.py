@@ -83,7 +83,9 @@ class ModelServer:
         changed it.
 
         Raises:
-            UsageError: there is no model, or the options, or a file that they name, cannot be used.
+            UsageError: there is no model, the options or a file that they name cannot be used, or a library
+                of REST is not installed.
+            LfsPointer: a file that the options name is a pointer of Git LFS.
             ServerError: it cannot listen.
         """
         from serving.optional_libraries import require_libraries
@@ -127,10 +129,10 @@ class ModelServer:
         return f"http://{_host_and_port(self.host, self.rest_port)}/v1/models"
 
     def wait_available(self, timeout_seconds: float) -> int:
-        """Wait until every model has an available version; return the first model's newest, 0 without any
-        model.
+        """Wait until every model has an available version; return the newest one of the first model.
 
-        ServerError if the time is over, or a model cannot become available.
+        0 for a server without models. ServerError after `timeout_seconds`, or if a model cannot become
+        available; ModelPathNotFound, a ServerError, if a model's base path does not exist.
         """
         deadline = time.monotonic() + timeout_seconds
         served = self.models.served().values()
@@ -138,19 +140,20 @@ class ModelServer:
         return versions[0] if versions else 0
 
     def statuses(self) -> list[VersionStatus]:
-        """Return the last status of every version of the first model that the server has seen, the newest
-        first.
+        """Return the last status of every version ever seen of the first model, the newest first.
+
+        The first model is the first of the configuration at the start; empty if that lists none.
         """
         return self.models.versions(self.name)
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Fail health checks, drain, refuse new calls, let calls in progress end, unload; may be called
-        repeatedly.
+        """Fail health checks, drain, refuse new calls, let calls in progress end, and unload all models.
 
-        It waits for all of that. Calls that take longer are cut off.
+        Waits for all of that. Calls that take longer than the grace time are cut off. A repeated call does
+        nothing.
 
-        Args: grace_seconds: the time for calls in progress, without a drain before; by default the options
-        give both times.
+        Args: grace_seconds: the time for calls in progress, without a drain before; None: the options give
+        both times.
         """
         if self._stopped:
             return
@@ -307,10 +310,9 @@ _IN_USE = (
 
 
 def require_free(host: str, port: int) -> None:
-    """Raise ServerError for a port on which another program listens, before gRPC prints its own line about
-    it.
+    """Raise ServerError if another program listens on a port, before gRPC prints its own line about that.
 
-    A host name that does not resolve passes.
+    A host name that does not resolve passes, and so does an address that this machine does not have.
     """
     with suppress(socket.gaierror):  # gRPC resolves names in its own way
         for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -362,7 +364,7 @@ def _health_check(models: ServedModels, health: Health) -> Method:
 
 @cache
 def messages() -> tuple[Any, Any]:
-    """Return the classes of HealthCheckRequest and HealthCheckResponse; memoised.
+    """Return the classes of the messages HealthCheckRequest and HealthCheckResponse; memoised.
 
     Their source is grpc/health/v1/health.proto.
     """
@@ -390,11 +392,11 @@ def messages() -> tuple[Any, Any]:
 
 
 def _services(calls: Calls, metrics: ServerMetrics, health: Health) -> Mapping[str, Mapping[str, Method]]:
-    """Return the methods of PredictionService, ModelService and the health service, by service and method
-    name.
+    """Return the methods of all services, by service and method name.
 
-    The services' names are full ones: `tensorflow.serving.ModelService`. Requests are counted in `metrics`;
-    `health` can make health checks fail.
+    They are PredictionService, ModelService and the health service, by full names such as
+    `tensorflow.serving.ModelService`. Requests of PredictionService are counted in `metrics`; `health` can
+    make health checks fail.
     """
     found: dict[str, Mapping[str, Method]] = {_SERVICE: {"Check": _health_check(calls.models, health)}}
     for service in (PredictionService(calls, metrics), ModelService(calls)):
@@ -432,8 +434,9 @@ class PredictionService:
             return self._calls.predict(request, _timeout_ms(call))
 
     def Classify(self, request: Proto, call: Call) -> Proto:
-        """Run a classify signature; return a `ClassificationResponse`. An error ends the call with its
-        status.
+        """Run a classify signature; return a `ClassificationResponse`.
+
+        An error ends the call with its status.
         """
         with _status_to(call), self._counted("Classify", request.model_spec):
             return self._calls.classify(request, _timeout_ms(call))
@@ -444,8 +447,7 @@ class PredictionService:
             return self._calls.regress(request, _timeout_ms(call))
 
     def MultiInference(self, request: Proto, call: Call) -> Proto:
-        """Run several classify and regress signatures on the same examples; return a
-        `MultiInferenceResponse`.
+        """Run several classify and regress signatures on one input; return a `MultiInferenceResponse`.
 
         An error ends the call with its status.
         """
@@ -454,8 +456,9 @@ class PredictionService:
             return self._calls.multi_inference(request, _timeout_ms(call))
 
     def GetModelMetadata(self, request: Proto, call: Call) -> Proto:
-        """Return the signatures of a version as a `GetModelMetadataResponse`. An error ends the call with its
-        status.
+        """Return the signatures of a version as a `GetModelMetadataResponse`.
+
+        An error ends the call with its status.
         """
         with _status_to(call, self._calls.models), self._counted("GetModelMetadata", request.model_spec):
             return self._calls.metadata(request)
@@ -488,11 +491,10 @@ class ModelService:
             return self._calls.status(request)
 
     def HandleReloadConfigRequest(self, request: Proto, call: Call) -> Proto:
-        """Serve other models, versions or labels; return a `ReloadConfigResponse` when every new model is
-        available.
+        """Serve exactly the models of a `ReloadConfigRequest`, and wait until every new one is available.
 
-        It waits until the caller's deadline, or ten minutes without one. An error ends the call with its
-        status.
+        Returns an empty `ReloadConfigResponse`. It waits at most until the caller's deadline, or ten minutes
+        without one. An error ends the call with its status.
         """
         with _status_to(call):
             remaining = _seconds_left(call)
@@ -501,8 +503,9 @@ class ModelService:
 
 
 def _timeout_ms(call: Call) -> int | None:
-    """Return the milliseconds until the caller's deadline, at which the session stops the step; None without
-    one.
+    """Return the milliseconds until the caller's deadline, for the session's time limit; None without one.
+
+    Not positive after the deadline.
     """
     seconds = _seconds_left(call)
     return None if seconds is None else int(seconds * 1000)
@@ -517,8 +520,8 @@ def _seconds_left(call: Call) -> float | None:
 def _status_to(call: Call, models: ServedModels | None = None) -> Iterator[None]:
     """End the call with the canonical status of any exception in the block, by `Call.abort`.
 
-    Its message is shortened as in TF Serving. NOT_FOUND carries the names of `models`, for clients that do
-    not know a name.
+    The status's message is shortened as in TF Serving. With `models`, NOT_FOUND carries their names, for
+    clients that do not know one.
     """
     try:
         yield

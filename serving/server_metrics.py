@@ -44,7 +44,7 @@ class ServerMetrics:
         """Count a request that has ended, and its duration if it succeeded.
 
         Args:
-            model: the model that it named; all names that are not served count as one.
+            model: the name of its model; all names that are not served count as one.
             api: the name of the call.
             entrypoint: `GRPC` or `REST`.
             code: its canonical status.
@@ -61,9 +61,9 @@ class ServerMetrics:
                 self._sums_us[key] += took_us  # type: ignore[assignment] # a Counter adds numbers of any kind
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format, of the process and of this server.
+        """Return all metrics, of the process and of this server, in Prometheus' text format.
 
-        Asks each available version that takes deltas for its position, for up to a second each.
+        Asks each available version that takes deltas for its position, and waits up to a second for each.
         """
         from prometheus_client import CollectorRegistry, generate_latest
 
@@ -77,9 +77,9 @@ class ServerMetrics:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield all metrics of the server; prometheus_client calls it for each page.
+        """Yield all metrics of the server, as families of prometheus_client, which calls this for each page.
 
-        Asks each available version that takes deltas for its position.
+        Asks each available version that takes deltas for its position, and waits up to a second for each.
         """
         yield from self._request_metrics()
         yield from self._model_metrics()
@@ -127,8 +127,9 @@ class ServerMetrics:
         yield from (states, position, step)
 
     def _stands_at(self, name: str, version: int) -> tuple[int, int] | None:
-        """Return the position and step of a version, if it takes deltas and responds within a second; else
-        None.
+        """Return the position and step of a version; None if it takes no deltas.
+
+        None, too, after any error, and if it does not respond within a second.
         """
         spec = message_class("serving.ModelSpec")(name=name)
         spec.version.value = version

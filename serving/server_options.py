@@ -230,10 +230,10 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             raise UsageError("poll_seconds must not be negative, threads positive, and port within 0..65535")
 
     def channel_arguments(self) -> list[tuple[str, int | str]]:
-        """Return the arguments of the gRPC server as pairs of name and value, in order; digits become a
-        number.
+        """Return gRPC's channel arguments as pairs of name and value, in order; [] without any.
 
-        UsageError for another form than NAME=VALUE.
+        A value of digits, perhaps after a minus, becomes a number. UsageError for another form than
+        NAME=VALUE.
         """
         arguments: list[tuple[str, int | str]] = []
         for part in filter(None, (self.grpc_channel_arguments or "").split(",")):
@@ -244,9 +244,9 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         return arguments
 
     def loading(self) -> Loading:
-        """Return the settings for loading versions; reads the session's file, if there is one.
+        """Return the settings for loading versions; reads the file of the session's configuration, if any.
 
-        UsageError if it cannot be used, LfsPointer if it is a pointer of Git LFS.
+        UsageError if the file cannot be used, LfsPointer if it is a pointer of Git LFS.
         """
         from serving.loader import Loading
         from serving.text_config import read_text_config
@@ -265,7 +265,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         )
 
     def inference(self) -> Inference:
-        """Return the settings for computing responses."""
+        """Return the settings for computing responses, without a time limit."""
         from serving.inference import Inference
 
         return Inference(

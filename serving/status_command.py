@@ -46,7 +46,8 @@ _COLUMNS = {
 def ask(client: ModelClient, statuses: Sequence[VersionStatus]) -> list[ServedVersion]:
     """Ask each available version for its position; return all versions, in the order of `statuses`.
 
-    Versions without deltas have no position; one that cannot be asked has a `problem`.
+    A version without deltas has no position; if a call fails, its version has the reason as `problem`, and
+    nothing is raised.
     """
     return [_ask(client, status) for status in statuses]
 
@@ -73,9 +74,9 @@ def _ask(client: ModelClient, status: VersionStatus) -> ServedVersion:
 
 
 def compare(versions: Sequence[ServedVersion], target: Model, now: datetime) -> list[ServedVersion]:
-    """Return the versions, each available one with its distance from the published model `target`.
+    """Return the versions in order, each available one with its distance from the published `target`.
 
-    A version that cannot be compared has a `problem`.
+    `now` is the time for ages, with a zone. A version that cannot be compared has the reason as `problem`.
     """
     return [
         _compare(found, target, now) if found.state == VersionState.AVAILABLE.name else found
@@ -133,10 +134,17 @@ def _seconds_since(time: datetime | None, now: datetime) -> float | None:
 
 
 def run(client: ModelClient, published: Path | None, sink: Output) -> None:
-    """Ask the server, compare with the model at `published` (None: do not), and print.
+    """Ask a server for its versions, compare them with the model at `published`, and print them.
 
-    ServerError, after that, if no version is available; CallFailed if the server does not respond or does not
-    know the model, other ExportErrors if the published model cannot be read.
+    With None as `published` nothing is compared.
+
+    Raises:
+        CallFailed: the server does not respond, or does not know the model.
+        ServerError: no version is available; all is printed before.
+        UsageError: `published` is a URL of no known store.
+        NotUpdatable: nothing is published there.
+        ManifestError, CheckpointError, PublishError, PositionMoved, OSError: the published model cannot be
+            read.
     """
     statuses = client.status()
     found, target = ask(client, statuses), None
@@ -169,10 +177,15 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
 def client_of(
     connect: Callable[[str], ModelClient], model: str | None, published: Path | None
 ) -> ModelClient:
-    """Return a client of the named model, or else of the only one that the server serves.
+    """Return a client of the model named `model`; without a name, of the server's only model.
 
-    The caller closes it. With a name (`model`) nothing is asked; errors and other arguments are those of
-    `find_model`.
+    The caller closes it. With a name the server is not asked. `connect` makes a client for the model of a
+    name, and its errors pass; `published` is as for `find_model`.
+
+    Raises:
+        CallFailed: without a name, the server did not respond, knows neither name that is tried, or lists
+            several models.
+        UsageError: without a name, `published` is a URL with a part that no object's name can have.
     """
     return connect(model) if model else find_model(connect, published)
 
@@ -181,12 +194,14 @@ def find_model(connect: Callable[[str], ModelClient], published: Path | None) ->
     """Return a client of the only model on a server, for a command without a model's name.
 
     The caller closes it; clients that are tried and fail are closed here. `connect` makes a client for the
-    model of a name. The first of these names counts that the server knows: the last part of the
-    `published` path, and `default`, TensorFlow Serving's own default. If it does not know one and lists its
-    models, as only `serve-model run` does, its only model counts. Errors of `connect` pass.
+    model of a name, and its errors pass. Two names are tried, and the first that the server knows counts: the
+    last part of the path or URL `published` (unless None), and `default`, TensorFlow Serving's own default.
+    If the server does not know a name and lists its models, as only `serve-model run` does, its only model
+    counts.
 
     Raises:
-        CallFailed: the server did not respond, has none of these, or lists several models.
+        CallFailed: the server did not respond, knows neither name, or lists several models.
+        UsageError: `published` is a URL with a part that no object's name can have.
     """
     names = ["default"] if published is None else [name_of(published), "default"]
     for name in names:
@@ -275,9 +290,10 @@ def _age(seconds: float | None) -> str:
 def _require_available(
     client: ModelClient, found: Sequence[ServedVersion], statuses: Sequence[VersionStatus]
 ) -> None:
-    """Raise ServerError unless a version is available, and still was when asked for its position.
+    """Raise ServerError unless a version is available, and still was when it was asked for its position.
 
-    `found` are the versions as asked, `statuses` as listed, in the same order.
+    `found` are the versions after they were asked, `statuses` as the server listed them before: at least one,
+    in the same order.
     """
     if not any(one.state == VersionState.AVAILABLE.name for one in found):
         first, now = statuses[0], found[0]

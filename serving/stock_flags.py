@@ -31,7 +31,7 @@ class StockFlag(Struct, frozen=True):
 
     @property
     def own(self) -> str:
-        """Return the option of this program; `--flag` if it has none of its own."""
+        """Return this program's option with the flag's effect; `--flag` for one without its own option."""
         is_rare = any(word.partition("=")[0] == self.name for word in FLAGS)
         return "--flag" if is_rare else self.option or f"--{self.name.replace('_', '-')}"
 
@@ -105,11 +105,10 @@ _TRUE, _FALSE = ("true", "1", "t"), ("false", "0", "f")
 
 
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace TF Serving's flags by this program's options; return all arguments, and notes on flags without
-    effect.
+    """Replace TF Serving's flags in arguments of `run`; return all arguments, and notes on ignored flags.
 
-    What follows `--` is unchanged. UsageError for a flag that is not supported, or whose value is missing or
-    wrong.
+    Other options get dashes for underscores; words from `--` on are unchanged. UsageError for a flag that is
+    not supported, or whose value is missing or wrong.
     """
     translated: list[str] = []
     notes: list[str] = []
@@ -154,9 +153,7 @@ def _truth(flag: StockFlag, value: str | None) -> bool:
 
 
 def _with_dashes(argument: str) -> str:
-    """Return the argument with dashes for underscores in the name of an option; other arguments are
-    unchanged.
-    """
+    """Return an option with dashes for the underscores in its name; another argument as it is."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")

@@ -44,13 +44,15 @@ _SCALARS = {"string": "TYPE_STRING", "bool": "TYPE_BOOL", "int64": "TYPE_INT64"}
 
 
 def read_text_config(option: str, path: Path, message: str, *, is_secret: bool = False) -> Proto:
-    """Read a message in text form from a file; UsageError if it cannot be read, or has other content.
+    """Read a message of protocol buffers in text form from a file, and return it.
 
-    LfsPointer if it is a pointer of Git LFS.
+    Args: option: the option that names the file, for errors. path: the file, of at most 16 MiB. message: the
+    message's name, as for `message_class`, or a name that this module defines. is_secret: errors give only
+    the place of a mistake, not the text there.
 
-    Args: option: the option that names the file, for errors. path: the file. message: the message's name, as
-    for `message_class`, or a name that this module defines. is_secret: errors give only the place of a
-    mistake, not the text there.
+    Raises:
+        UsageError: the file cannot be read, is too long, or has other content.
+        LfsPointer: it is a pointer of Git LFS.
     """
     from google.protobuf import text_format
 

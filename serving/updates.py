@@ -49,10 +49,11 @@ _LONGEST_PAUSE_S = 0.1
 
 
 def read_incremental_status(client: ModelClient, version: int) -> Served | None:
-    """Return an available version with its position, its log and its tables; None if it takes no deltas.
+    """Ask an available version for its position, its log and its tables; None if it takes no deltas.
 
     Raises:
-        CallFailed (exporter.errors): the server did not respond, or refused.
+        CallFailed (exporter.errors): the server did not respond, refused, or did not answer as a model
+            server; NOT_FOUND if the version is not available.
     """
     if STATUS_SIGNATURE not in client.metadata(version).signatures:
         return None
@@ -83,21 +84,26 @@ def _served(version: int, found: Mapping[str, NDArray[Any]]) -> Served:
 
 
 def _number(found: Mapping[str, NDArray[Any]], name: str) -> int:
-    """Return the first number of the output `name` in `found`; ValueError if it is not an int64."""
+    """Return the first number of the output `name` in `found`.
+
+    ValueError if it is not an int64, KeyError if there is no such output, IndexError if it is empty.
+    """
     if found[name].dtype != np.int64:
         raise ValueError(f"the output {name!r} is {found[name].dtype}, not int64")
     return int(found[name][0])
 
 
 def read_served(client: ModelClient, status: VersionStatus, before: Collection[Served] = ()) -> Served:
-    """Return a version of a server, with its position if it is available and takes deltas.
+    """Return the version in `status`, with its position if it is available and takes deltas.
 
-    If it was unloaded after the server reported `status`, its state is END, with the reason. The signatures
-    of a version that had a position `before` are read only if asking for the position fails: reading them
-    takes most of the time of a client that repeatedly asks hundreds of servers.
+    If it was unloaded after the server reported `status`, its state is END, with the reason as message. The
+    signatures of a version that is in `before`, the versions at the last look, with a position are read only
+    if asking for the position fails: reading them takes most of the time of a client that repeatedly asks
+    hundreds of servers.
 
     Raises:
-        CallFailed (exporter.errors): the server did not respond, or refused.
+        CallFailed (exporter.errors): the server did not respond, refused, or did not answer as a model
+            server.
     """
     version = Served(status.version, status.state, message=error_text(status))
     if not version.is_available:
@@ -117,7 +123,7 @@ def read_served(client: ModelClient, status: VersionStatus, before: Collection[S
 
 
 class Updated(Struct, frozen=True):
-    """The position after an update, the amounts applied, and the model's report of why it stopped.
+    """The position after an update, the rows and deltas applied, and the reason why it stopped, `status`.
 
     `loading` is a newer version that was not available in time, so that it was not updated; or None.
     """
@@ -146,9 +152,9 @@ class Updated(Struct, frozen=True):
         return self.status.startswith(ANOTHER_RUNS)
 
     def was_merged(self, up_to: int) -> bool:
-        """Return True if it stopped at another call's target, so that another call may get further.
+        """Return True if the update stopped at another call's target, so that a further call may help.
 
-        `up_to` is the position that was asked for, -1 for the newest.
+        `up_to` is the position that was requested, -1 for the newest.
         """
         if up_to == NEWEST:
             return self.word == UpdateStatus.MERGED or self.word in _WITH_A_TARGET
@@ -157,17 +163,17 @@ class Updated(Struct, frozen=True):
 
 
 def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = None) -> Updated:
-    """Apply published deltas up to a position; -1 means the newest that the hold allows.
+    """Let a server apply published deltas up to a position; -1 means the newest that the hold allows.
 
     Without a version, the newest available one is updated, and then a newer one that is loading, once it is
     available; otherwise it would lack the deltas published during its warm-up until the next update. The
-    client's deadline limits the wait. Calls are idempotent: after a time-out, call again. Rows and deltas are
-    the sums over all calls for the version in the result, including deltas that a merged call of another
-    client applied.
+    client's deadline limits this wait, and each call. Calls are idempotent: after a time-out, call again.
+    Rows and deltas in the result are sums over all calls for its version, including deltas that a merged call
+    of another client applied. With -1, a hold or a gap is a status of the result, not an error.
 
     Raises:
         UsageError: the version, or the newer one, takes no deltas.
-        CallFailed (exporter.errors): the model refuses to go to `up_to`, or the call failed otherwise;
+        CallFailed (exporter.errors): the model refuses to go to `up_to`, or a call failed otherwise;
             DEADLINE_EXCEEDED: another update ran all the time.
     """
     until = time.monotonic() + client.deadline_s
@@ -186,14 +192,15 @@ def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = No
 def trusted_target(
     client: ModelClient, model: Model, *, up_to: int = NEWEST, version: int | None = None
 ) -> tuple[int, int]:
-    """Return the version to update and the position to send it to: the furthest that trusted publications
-    reach.
+    """Return the version to update, and the furthest position that signed publications let it reach.
 
-    With `up_to` that position is the limit. `model` was read with trusted keys in force. The server lists the
-    directory itself: it is sent no further than before the first publication that no trusted key has signed.
+    It is `version`, or the newest available one for None. `up_to`, unless it is -1, limits the position,
+    which is never before the served one. `model` was read with trusted keys in force. The server lists the
+    directory itself: it is sent no further than the last delta before one that no trusted key has signed.
 
     Raises:
-        NotTrusted: no trusted key has signed the version's base, or the deltas up to `up_to`.
+        NotTrusted: no trusted key has signed the version's base, or deltas that lead to `up_to`; or the
+            version takes no deltas.
         CallFailed: the server did not respond, or refused.
     """
     number = client.metadata(version).version
@@ -214,7 +221,7 @@ def trusted_target(
 def _newer(client: ModelClient, version: int) -> tuple[int, bool] | None:
     """Return the newest version above `version` that is available or loading, and True if it is available.
 
-    None if there is none, or the server does not say.
+    None if there is none, or the call fails. A version that failed to load does not count.
     """
     with suppress(CallFailed):  # the update itself has succeeded
         for found in client.status():
@@ -244,12 +251,16 @@ def _update(client: ModelClient, up_to: int, version: int | None) -> Updated:
 
 
 def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
-    """Update one version that takes deltas, by several calls if needed, and return where it is then.
+    """Update one version that takes deltas, by several calls if needed, and return its state after the last.
 
-    `up_to` -1 is the newest position. While another update runs, it calls again, after up to 0.1 s, until the
-    client's deadline; then `Updated.found_another` is true. CallFailed if it does not get to `up_to`
-    otherwise: INVALID_ARGUMENT if the model refuses, ABORTED if 20 calls were merged with calls for a smaller
-    position; or if the server does not respond. For -1, a hold or a gap is a status of the result.
+    `up_to` -1 is the newest position; then a hold or a gap is a status of the result. Rows and deltas are
+    sums over the calls. While another update runs, the call is repeated, after up to 0.1 s, until the
+    client's deadline; then `Updated.found_another` is true.
+
+    Raises:
+        CallFailed: INVALID_ARGUMENT if the model refuses to go to `up_to`, or does not reach it; ABORTED if
+            20 calls were merged with calls for a smaller position; other codes if the server does not
+            respond or refuses.
     """
     until = time.monotonic() + client.deadline_s
     rows = deltas = 0
@@ -281,9 +292,10 @@ def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
 
 
 def _call_in_turn(client: ModelClient, up_to: int, version: int, until: float) -> Updated:
-    """Call until no other update runs, or until the deadline `until` (monotonic seconds); sleep in between.
+    """Call until no other update runs, or until the deadline `until` (in seconds of `time.monotonic`).
 
-    Returns the last answer. CallFailed if the server does not respond, or refuses.
+    Sleeps for up to 0.1 s between two calls, and returns the last answer. CallFailed if the server does not
+    respond, or refuses.
     """
     while (done := _call(client, up_to, version)).found_another and time.monotonic() < until:
         time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
