@@ -243,7 +243,8 @@ def watch(
         UsageError: an argument is wrong, at once; or, while iterating, the request names one version's
             number, or has options for the exactness of deltas.
         ExportError: while iterating, an error that only a person can repair; or, when the watch ends, the
-            error of its last look.
+            error of its last look, unless time may repair it.
+        OSError: while iterating, the operating system refuses to read a file.
     """
     request = _request("watch", ckpt_dir, out, model, options, progress)
     if not isinstance(watching, Watching):

@@ -59,8 +59,8 @@ def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
     """Return readers of `catalog`'s tensors by name, with rows in the order that they have in `other`.
 
     Incomplete tensors, variants and the object graph are left out; a table's parts are one tensor if the
-    other checkpoint partitions it in another way. Raises CorruptFile, GraphError or UsageError if a graph
-    (`.meta`) beside a checkpoint is needed and cannot be read.
+    other checkpoint partitions it in another way. Raises CorruptFile, LfsPointer, GraphError or UsageError if
+    a graph (`.meta`) beside a checkpoint is needed and cannot be read.
     """
     tensors = _joined(_compared(catalog), _compared(other))
     theirs = _joined(_compared(other), _compared(catalog))
@@ -79,8 +79,9 @@ def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
 
 
 def _compared(catalog: Catalog) -> dict[str, TensorRef]:
-    """Return the tensors of a checkpoint that can be compared, by name: complete ones, except variants and
-    the object graph.
+    """Return the tensors of a checkpoint that can be compared, by name.
+
+    These are the complete ones, except variants and the object graph.
     """
     return {
         name: ref
@@ -90,10 +91,10 @@ def _compared(catalog: Catalog) -> dict[str, TensorRef]:
 
 
 def _joined(tensors: Mapping[str, TensorRef], others: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
-    """Return `tensors`, by name, with a table's parts as one tensor if `others` has it whole or in other
-    parts.
+    """Return `tensors`, by name, with the parts of a table as one tensor if `others` has other parts of it.
 
-    A part is called `<table>/part_<n>`; parts that do not fit together stay apart.
+    That is so, too, if `others` has the table whole. A part is called `<table>/part_<n>`; parts that do not
+    fit together stay apart.
     """
     groups, other_groups = _groups(tensors), _groups(others)
     result = dict(tensors)
@@ -122,9 +123,9 @@ def _shapes(parts: _Parts) -> dict[int, tuple[int, ...]]:
 
 
 def _table(name: str, parts: _Parts) -> TensorRef | None:
-    """Return a table's parts, given by number, as one tensor called `name`, whose slices they are.
+    """Return a table's parts, given by number, as one tensor called `name`, with the parts as its slices.
 
-    None unless all numbers from 0 are there, unsliced, with one numeric dtype and rows of one shape.
+    None unless `parts` has all numbers from 0, stored whole, with one numeric dtype and rows of one shape.
     """
     ordered = [parts[number] for number in sorted(parts)]
     first = ordered[0]
@@ -147,10 +148,10 @@ def _boxes(ref: TensorRef) -> frozenset[SliceSpec]:
 
 
 def _strategies(catalog: Catalog) -> Mapping[str, PartitionStrategy]:
-    """Return the partition strategies of tables, by name, from the `.meta` beside a checkpoint; {} without
-    one.
+    """Return the partition strategies of tables, by name, from the graph (`.meta`) beside a checkpoint.
 
-    Raises CorruptFile or GraphError if it is damaged, UsageError if it cannot be opened.
+    {} without such a graph. Raises CorruptFile or GraphError if it is damaged, LfsPointer if it is a Git LFS
+    pointer, UsageError if it cannot be opened.
     """
     path = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
     return trained_strategies(read_metagraph(path)) if path.is_file() else {}
@@ -255,8 +256,8 @@ def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
     """Read a checkpoint's embedding variables as a log would serve them, by the log's table names.
 
     Tables that the checkpoint lacks or has with another dimension are left out; keys that the log's admission
-    refuses, too. Raises CheckpointError and subclasses if the tables are damaged; DiskFull or PublishError if
-    they cannot be fetched from a store.
+    refuses, too. Raises CheckpointError and subclasses, or OSError, if the tables are damaged or cannot be
+    read; DiskFull or PublishError if they cannot be fetched from a store.
     """
     spec: MappingSpec = log.base.entry.mapping_spec
     known = embedding_variables(catalog) if spec.dynamic else {}
@@ -271,11 +272,11 @@ def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
 
 
 def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, Keyed], set[str]]:
-    """Read the embedding variables of both checkpoints that have rows of the same dimension and dtype.
+    """Read the embedding variables that both checkpoints have with rows of the same dimension and dtype.
 
     Returns the tables of `a` and of `b`, each by name, and the names of all tensors of which they consist.
-    Raises CheckpointError and subclasses if they are damaged; DiskFull or PublishError if they cannot be
-    fetched from a store.
+    Raises CheckpointError and subclasses, or OSError, if they are damaged or cannot be read; DiskFull or
+    PublishError if they cannot be fetched from a store.
     """
     ours, theirs = embedding_variables(a), embedding_variables(b)
     names = [
@@ -318,7 +319,8 @@ def _compare_keys(name: str, a: Keyed, b: Keyed, *, is_coded: bool) -> TableDiff
     """Compare two tables by their keys, and the rows of common keys bit for bit; `name` is the table's.
 
     With `is_coded`, rows are codes with a scale, and norm and largest difference are measured between the
-    numbers. Both are None for rows that are not numbers. Raises what `values` of either table raises.
+    numbers. Both are None for rows that are not numbers. Raises CheckpointError if rows cannot be read,
+    MappingError or NotFinite if a trained value does not fit the served dtype.
     """
     ours, theirs = np.argsort(a.keys), np.argsort(b.keys)
     in_both, in_ours = among(a.keys[ours], b.keys[theirs]), among(b.keys[theirs], a.keys[ours])
@@ -404,7 +406,7 @@ def parse_side(text: str) -> ComparedState:
     Raises:
         UsageError: the position is malformed, or nothing is published under the model of `MODEL@POSITION`.
         PositionUnknown: no position has this name, or its values are gone.
-        ExportError: the state cannot be read, see errors.py.
+        ExportError, OSError: the state cannot be read, see errors.py.
     """
     if Url.parse(text) is not None:
         path = mirror.local(Path(text))
@@ -427,12 +429,12 @@ def parse_side(text: str) -> ComparedState:
 def compare(a: ComparedState, b: ComparedState, runner: Runner | None = None) -> Differences:
     """Compare two states bit for bit and return their differences; with a `runner`, its tasks compare tables.
 
-    Uses a temporary directory, into which the tensors of an archive are copied. OSError if nothing can be
-    written there.
+    In a temporary directory, scratch files are written, and the tensors of an archive are copied.
 
     Raises:
         UsageError: they have no variable in common.
-        ExportError: a side cannot be read; see errors.py.
+        ExportError: a side cannot be read, or the engine of `runner` failed; see errors.py.
+        OSError: a file cannot be read, or nothing can be written in the temporary directory.
     """
     with tempfile.TemporaryDirectory() as scratch:
         sides = _as_bundle(a, Path(scratch) / "a"), _as_bundle(b, Path(scratch) / "b")
@@ -442,7 +444,8 @@ def compare(a: ComparedState, b: ComparedState, runner: Runner | None = None) ->
 def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
     """Return a side whose rows can be read in place: an archive's tensors are first copied into `directory`.
 
-    Raises CheckpointError if the archive is damaged, PublishError if nothing can be written.
+    Raises CheckpointError or OSError if the archive is damaged or cannot be read, PublishError if nothing can
+    be written.
     """
     if side.catalog is None or side.catalog.is_bundle:
         return side
@@ -454,8 +457,9 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
     """Compare two states whose rows can be read in place; `how` has the scratch directory and the runner.
 
     Raises UsageError if they have no variable in common, CheckpointError or VerificationError (and
-    subclasses) if one is damaged, SchemaChanged or MappingError if a checkpoint does not fit the log it is
-    compared with, OSError if scratch files cannot be written.
+    subclasses) if one is damaged, GraphError or UsageError if a graph beside a checkpoint is needed and
+    cannot be read, SchemaChanged or MappingError if a checkpoint does not fit the log it is compared with,
+    EngineFailed from the runner's engine, OSError if scratch files cannot be written.
     """
     tables, apart = _compared_tables(a, b)
     old, new = _variables(a, b, apart), _variables(b, a, apart)
@@ -498,8 +502,9 @@ def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDif
 
     A table of a checkpoint must also have rows of the other side's dimension. Returns their differences, also
     empty ones of equal tables, and the names of all variables (for two checkpoints: tensors) of which these
-    tables consist. Raises what `compare_tables` raises, and CheckpointError or VerificationError if a table
-    is damaged.
+    tables consist. Raises CheckpointError, VerificationError or OSError if a table is damaged or cannot be
+    read, MappingError or NotFinite if a trained value does not fit the served dtype, PositionUnknown if a
+    log's values are gone.
     """
     if a.log is None and b.log is None:
         assert a.catalog is not None
@@ -516,8 +521,10 @@ def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDif
 def _tables(side: ComparedState, other: ComparedState) -> dict[str, Keyed]:
     """Read a side's tables by keys, by name, in the form that a log serves.
 
-    A log's are those at its position, a checkpoint's are read as the other side's log would serve them. At
-    least one side must be a log's. Raises what `tables_of_log` and `tables_as_served` raise.
+    A log's tables are read at its position, a checkpoint's as the other side's log would serve them. At least
+    one side must be a log's. Raises CheckpointError, VerificationError or OSError if tables are damaged or
+    cannot be read, PositionUnknown if the log's values are gone, PublishError if tables cannot be fetched
+    from a store.
     """
     if side.log is not None and side.at is not None:
         return tables_of_log(side.log, side.at.position)
@@ -530,7 +537,8 @@ def _of_model(model: Path, position: int | None, label: str) -> ComparedState:
     """Return a model's state at a position, also of a log that has ended; the newest if `position` is None.
 
     `label` names it for people. Raises PositionUnknown if the position is not published or its values are
-    gone, NotUpdatable if nothing is published, ManifestError or CheckpointError if it cannot be read.
+    gone, NotUpdatable if nothing is published, ManifestError, CheckpointError or OSError if it cannot be
+    read.
     """
     there = Standing.of(model)
     at = there.newest if position is None else position
@@ -546,12 +554,12 @@ def _of_catalog(catalog: Catalog, label: str) -> ComparedState:
 
 
 def _variables(side: ComparedState, other: ComparedState, apart: Collection[str]) -> dict[str, RowReader]:
-    """Return readers of a side's variables, by name: as served if either side is a log's, else one per
-    tensor.
+    """Return readers of a side's variables, by name: as served if either side is a log's, else by tensors.
 
     `apart` are the names of variables of tables that are compared by keys: they are left out. Raises
-    SchemaChanged or MappingError if a checkpoint lacks what the other side's log serves, CheckpointError if
-    it cannot be read.
+    SchemaChanged or MappingError if a checkpoint lacks a variable that the other side's log serves,
+    CheckpointError if it cannot be read, GraphError or UsageError if a graph beside a checkpoint is needed
+    and cannot be read.
     """
     if (published := side.published) is not None:
         return {name: reader for name, reader in published.stored.items() if name not in apart}
@@ -586,9 +594,7 @@ def _as_compared(variable: RowReader) -> ServedVariable:
 
 
 def _in_8_bits(side: ComparedState) -> set[str]:
-    """Return the names of a log's served variables whose rows are 8-bit codes with a scale; empty for a
-    checkpoint.
-    """
+    """Return the names of a log's variables whose rows are 8-bit codes with a scale; {} for a checkpoint."""
     sources = side.log.base.entry.mapping_spec.sources() if side.log is not None else ()
     return {part.served_name for source in sources if source.is_in_8_bits for part in source.variables}
 
@@ -596,8 +602,7 @@ def _in_8_bits(side: ComparedState) -> set[str]:
 def _difference(
     variable: ServedVariable, old: LayeredState, change: Change, *, is_coded: bool
 ) -> VariableDifference:
-    """Measure a variable's `change` from the state `old`: the number of changed rows, and how far these
-    moved.
+    """Measure a variable's `change` from the state `old`: the changed rows' number, and their distance.
 
     A variable that is not a table counts as one row. With `is_coded`, rows are codes with a scale, and the
     distance is between the numbers. Norm and largest difference are None for lookup tables and values that

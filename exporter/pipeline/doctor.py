@@ -184,7 +184,7 @@ def left_overs(model: Path) -> Iterator[Finding]:
 def copied(model: Path) -> Iterator[Finding]:
     """Yield a finding if this copy of a store fetched its newest base instead of merging it here.
 
-    Raises ManifestError if the record of that cannot be read.
+    Raises ManifestError or LfsPointer if the record of that cannot be read.
     """
     spared = noted(model)
     if spared is not None:
@@ -199,7 +199,7 @@ def copied(model: Path) -> Iterator[Finding]:
 def permissions(model: Path) -> Iterator[Finding]:
     """Yield findings if a server of another user cannot read the model, or this user cannot publish.
 
-    Of each cause at most one: closed files, a closed directory above them, a path that cannot be written.
+    At most one for each cause: closed files, a closed directory above them, a path that cannot be written.
     Raises OSError if a file vanishes meanwhile, ManifestError if the model cannot be listed.
     """
     yield from _closed_files(model)
@@ -208,11 +208,11 @@ def permissions(model: Path) -> Iterator[Finding]:
 
 
 def checkpoint(model: Path | None, ckpt_dir: Path) -> Iterator[Finding]:
-    """Yield findings about a checkpoint that the next full export cannot read, or must copy instead of
-    linking.
+    """Yield findings about a checkpoint that the next full export cannot read, or must copy, not link.
 
     `model` is None for a model in a store, to which nothing is linked. Otherwise makes and removes a
-    directory with links to the shards under the model. Raises OSError if a directory cannot be looked at.
+    directory with links to the shards under the model. Raises OSError if a directory cannot be looked at,
+    ManifestError or LfsPointer if the model cannot be listed or its newest manifest is a Git LFS pointer.
     """
     try:
         catalog = open_checkpoint(ckpt_dir)
@@ -243,8 +243,8 @@ def checkpoint(model: Path | None, ckpt_dir: Path) -> Iterator[Finding]:
 def _written_over(model: Path, catalog: Catalog, ckpt_dir: Path) -> Iterator[Finding]:
     """Yield at most one finding: a trainer writes new checkpoints into files to which versions have links.
 
-    `catalog` is the newest checkpoint's, in `ckpt_dir`. Unreadable manifests are skipped; ManifestError if
-    the model cannot be listed.
+    `catalog` is the newest checkpoint's, in `ckpt_dir`. Versions without a readable manifest are skipped;
+    ManifestError if the model cannot be listed, LfsPointer if the newest manifest is a Git LFS pointer.
     """
     for version in published_versions(model):
         written: list[Path] = []
@@ -264,7 +264,7 @@ def _written_over(model: Path, catalog: Catalog, ckpt_dir: Path) -> Iterator[Fin
 
 
 def _deltas(model: Path) -> list[str]:
-    """Return the options for a new version of this model: `--new-base always` if it has deltas, else none."""
+    """Return the words `--new-base always` for a model with a directory of deltas; [] for another."""
     return ["--new-base", "always"] if (model / DELTAS_DIRECTORY).is_dir() else []
 
 
@@ -304,11 +304,10 @@ def durability(model: Path) -> Iterator[Finding]:
 
 
 def _closed_files(model: Path) -> Iterator[Finding]:
-    """Yield a finding if fewer users may read some published files than may read and enter the model's
-    directory.
+    """Yield a finding if published files are closed to users that may list and enter the model's directory.
 
     It names the first such file and counts the others. Hidden files and links are not looked at. Raises
-    OSError if a file vanishes meanwhile.
+    OSError if a file vanishes meanwhile, ManifestError if the model cannot be listed.
     """
     allowed = _Readers.of(model)
     closed: list[tuple[Path, str]] = []
@@ -445,8 +444,9 @@ SCARCE = 0.05
 def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
     """Yield a finding for each damage that `verify_model` found, with the command that repairs it.
 
-    Of a publication that is not trusted, it is the error's own hint. `ckpt_dir` is named in the command; None
-    if it is not known.
+    For a publication that is not trusted, the command is the error's own hint. `ckpt_dir`, the trainer's
+    directory, is named in commands; None if it is not known. Raises ManifestError or LfsPointer if the model
+    or a manifest cannot be read.
     """
     for problem in found.damage:
         if problem.path.name == Hold(model).path.name:
@@ -468,10 +468,10 @@ def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
 
 
 def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Yield a finding if servers refuse deltas with NaN or infinity, and no finite delta leads past these.
+    """Yield a finding if servers refuse deltas with NaN or infinity, and finite deltas do not bypass them.
 
     Nothing if the model accepts such values, takes no deltas or is damaged. Raises ManifestError if the hold
-    or a manifest cannot be read, CheckpointError if a delta cannot.
+    or a manifest cannot be read, CheckpointError if a delta cannot, DeltaGap if deltas are missing.
     """
     log = found.log
     if log is None or found.damage or not log.base.entry.updates.finite:
@@ -497,8 +497,7 @@ def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def _stuck_at(log: DeltaLog, deltas: Sequence[LogDelta], bad: Sequence[LogDelta]) -> int | None:
-    """Return the lowest position at which servers stop because they refuse the deltas `bad`; None if none
-    does.
+    """Return the lowest position at which servers stop because they refuse the deltas `bad`; None without.
 
     Servers do not stop where other deltas lead past the refused ones. `deltas` are all deltas that servers
     may apply now, `bad` among them.
@@ -512,7 +511,8 @@ def _stuck_at(log: DeltaLog, deltas: Sequence[LogDelta], bad: Sequence[LogDelta]
 def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     """Yield findings about holds in force, and about deltas that are pending for a canary for too long.
 
-    `now` is in seconds since 1970. Holds that cannot be read are left out: `damage` reports them.
+    `found` is the result of `verify_model`, `now` in seconds since 1970. Damaged holds are left out: `damage`
+    reports them. LfsPointer if a hold is a Git LFS pointer.
     """
     log = None if found.log is None else found.log.base.entry.log
     for hold in binding(model, log):
@@ -534,7 +534,7 @@ def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
 
 def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
-    """Yield a finding if deltas are pending for so long (ten minutes) that no canary can be running.
+    """Yield a finding if deltas have waited for a canary for ten minutes, so that none can be running.
 
     `now` is in seconds since 1970. Nothing if a manifest cannot be read.
     """
@@ -555,7 +555,8 @@ def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
 def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
     """Yield a finding for each log whose bases are all gone, so that no server can apply its deltas.
 
-    Raises OSError or ManifestError if a directory cannot be listed.
+    `found` is the result of `verify_model`. Raises OSError or ManifestError if a directory cannot be listed,
+    LfsPointer if a manifest is a Git LFS pointer.
     """
     for log in logs_without_base(model, None if found.log is None else found.log.path):
         deltas = [entry for entry in log.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
@@ -590,8 +591,9 @@ def strangers(model: Path) -> Iterator[Finding]:
 def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     """Yield at most one finding: publications are dated more than 60 s in the future.
 
-    What they replaced is kept until that time. It names the latest and counts the others. `now` is in seconds
-    since 1970. Unreadable manifests are skipped; ManifestError if the model cannot be listed.
+    Publications that they replaced are kept until that time. The finding names the latest and counts the
+    others. `now` is in seconds since 1970. Damaged manifests are skipped; ManifestError if the model cannot
+    be listed, LfsPointer if a manifest is a Git LFS pointer.
     """
     paths = [child.path for child in published_versions(model)]
     paths += [delta.path for delta in found.log.deltas] if found.log else []
@@ -614,9 +616,10 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
 
 def publisher(model: Path, now: float) -> Iterator[Finding]:
-    """Yield findings about a publisher that is unusually silent, and about publishers on several machines.
+    """Yield findings about a publisher that is unusually silent, and about users that publish in turn.
 
-    `now` is in seconds since 1970. Raises NotUpdatable or ManifestError if the model cannot be read.
+    `now` is in seconds since 1970. Raises NotUpdatable, ManifestError, LfsPointer or OSError if the model
+    cannot be read.
     """
     seen = Model.read(model)
     found = Habit.of(seen).silence(datetime.fromtimestamp(now, timezone.utc))
@@ -666,7 +669,8 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
 def _lately(found: VerifiedModel) -> list[DeltaEntry]:
     """Return the manifest entries of the newest deltas, oldest first: at most `LATELY`.
 
-    Mergers, and deltas whose manifest cannot be read, are left out; [] without a log.
+    Mergers, and deltas with a damaged manifest, are left out; [] without a log. LfsPointer if a manifest is a
+    Git LFS pointer.
     """
     deltas = () if found.log is None else found.log.deltas
     entries: list[DeltaEntry] = []
@@ -680,10 +684,10 @@ def _lately(found: VerifiedModel) -> list[DeltaEntry]:
 
 
 def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Yield a finding on the newest delta's row with the greatest norm beyond `--max-norm`, sent or held
-    back.
+    """Yield a finding on the newest delta's row with the greatest norm, if it is beyond `--max-norm`.
 
-    Mergers are not looked at; nothing if there is no such row. `model` is named in the command.
+    The row was sent or held back. Mergers are not looked at. `found` is the result of `verify_model`; `model`
+    is named in the command. LfsPointer if a manifest is a Git LFS pointer.
     """
     entries = _lately(found)
     worst = max(entries[-1].wild if entries else (), key=lambda one: one.norm, default=None)
@@ -699,7 +703,8 @@ def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 def budget(found: VerifiedModel) -> Iterator[Finding]:
     """Yield a finding if recent delta budgets were exceeded, or, of at least five, sent too little.
 
-    Too little is less than a quarter of how far rows had moved, on average. At most 20 deltas count.
+    Too little is less than a quarter of the distance that rows had moved, on average. At most the 20 newest
+    deltas count. LfsPointer if a manifest is a Git LFS pointer.
     """
     used = [entry.budget for entry in _lately(found) if entry.budget is not None]
     excess = [each for each in used if each.excess]
@@ -742,10 +747,11 @@ def tags(found: Sequence[ListedTag], model: Path) -> Iterator[Finding]:
 
 
 def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
-    """Yield a finding if servers here do not map tables made for it, or map them where they may crash.
+    """Yield a finding if servers on this machine do not map the tables that the newest version has for that.
 
-    `ckpt_dir` is named in the command, None if it is not known. Raises ManifestError if the newest version's
-    manifest cannot be read or has a wrong path.
+    Also if they map tables on a network file system, where they may crash. `ckpt_dir` is named in the
+    command, None if it is not known. Raises ManifestError if the newest version's manifest cannot be read or
+    has a wrong path, LfsPointer if it is a Git LFS pointer.
     """
     newest = newest_version(model)
     if newest is None or not newest.has_manifest:
@@ -778,15 +784,15 @@ def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
 
 
 def _is_version_of(model: Path, place: Path) -> bool:
-    """True if the directory `place` is directly in the model's.
+    """True if the parent of the directory `place` is the model's directory.
 
-    So it is after a rollback, which publishes a version's files again.
+    After a rollback, a version's tables are in another version of the model.
     """
     return place.parent.resolve() == model.resolve()
 
 
 def size_of(directory: Path) -> int:
-    """Return the bytes of all files below a directory; unreadable ones count as 0."""
+    """Return the sum of the sizes, in bytes, of all files below a directory; unreadable files count as 0."""
     total = 0
     for path in directory.rglob("*"):
         with suppress(OSError):
@@ -807,8 +813,9 @@ def _broken_hold(model: Path, problem: Damage) -> Finding:
 def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path | None) -> str:
     """Return the command that repairs damage: remove a file that no server needs, or publish a new base.
 
-    `log` is the newest version's, None if it takes no deltas or cannot be read. Raises ManifestError if the
-    model or a delta's manifest cannot be read.
+    `log` is the newest version's, None if it takes no deltas or cannot be read. `ckpt_dir` is for the
+    command, None if it is not known. Raises ManifestError or LfsPointer if the model or a delta's manifest
+    cannot be read.
     """
     path = problem.path
     if not isinstance(problem.error, DeltaGap):
@@ -828,9 +835,9 @@ def _new_base(model: Path, ckpt_dir: Path | None, options: list[str]) -> str:
 
 
 def _is_spare(log: DeltaLog, delta: Path) -> bool:
-    """True if deltas lead from every base to the newest position without the one at the path `delta`.
+    """True if the delta at the path `delta` is not needed to get from any base to the newest position.
 
-    Raises ManifestError if the manifest of another delta cannot be read.
+    Raises ManifestError or LfsPointer if the manifest of another delta cannot be read.
     """
     left = tuple(other for other in log.deltas if other.path != delta)
     newest = max([log.base.at.position, *(other.end for other in log.deltas)])
@@ -873,7 +880,8 @@ class Examination(Struct, frozen=True):
 def ask(address: str, name: str, deadline: float, access: ServerAccess) -> Server:
     """Ask a server for its versions of the model `name`; a server that does not answer has a `failure`.
 
-    Each call waits at most `deadline` seconds. Raises UsageError if a file of `access` cannot be used.
+    Each call waits at most `deadline` seconds. `access` has the keys for TLS. Raises UsageError or LfsPointer
+    if a file of `access` cannot be used.
     """
     from serving.client import ModelClient
     from serving.updates import read_served
@@ -901,8 +909,11 @@ def examine(
     permits. `is_remote`: the path stands for a model in a store, and checks of this machine's files are
     skipped.
 
+    `servers` are the answers of `ask`. A check that fails is a finding, too.
+
     Raises:
         NotUpdatable: nothing is published.
+        ManifestError: the model's directory cannot be listed.
         CheckpointChanged, PositionMoved, DiskFull: the files could not be read to the end.
     """
     found = verify_model(model)
@@ -953,10 +964,10 @@ _OF_THIS_MACHINE = (
 
 
 def _each(check: Check, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """Return the findings of the check that `look` makes; an ExportError or OSError becomes a finding, too.
+    """Return the findings that `look` yields; its ExportError or OSError becomes the only finding.
 
-    A FileNotFoundError or CheckpointError may come from retention, which removes files meanwhile: after one
-    the check is repeated, at most twice.
+    `check` is the subject of that finding. A FileNotFoundError or CheckpointError may come from retention,
+    which removes files meanwhile: after one the check is repeated, at most twice.
     """
     for is_last in (False, False, True):
         try:

@@ -16,7 +16,8 @@ from exporter.wire.protos import Proto
 def inspect_graph(path: Path) -> GraphView:
     """Read a `.meta` file and return its view: nodes, signatures, and tensors that could be requested.
 
-    Raises CorruptFile or GraphError if it is damaged, UsageError if it cannot be opened.
+    Raises CorruptFile or GraphError if it is damaged, LfsPointer if it is a Git LFS pointer, UsageError if it
+    cannot be opened.
     """
     meta_graph = read_metagraph(path)
     index = GraphIndex.of(meta_graph)

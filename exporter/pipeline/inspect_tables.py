@@ -24,7 +24,10 @@ from exporter.wire.protos import Proto
 
 
 def inspect_checkpoint(catalog: Catalog) -> CheckpointView:
-    """Return the view of a checkpoint; if its tables by keys are damaged, the error is its `problem`."""
+    """Return the view of a checkpoint; if its tables by keys are damaged, the error is its `problem`.
+
+    OSError if the operating system refuses to read a file.
+    """
     kinds = tuple(classify_extras(catalog))
     try:
         return CheckpointView(catalog, kinds, tuple(embedding_tables(catalog)))
@@ -35,8 +38,8 @@ def inspect_checkpoint(catalog: Catalog) -> CheckpointView:
 def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
     """Yield the embedding variables of a checkpoint; slots are listed with their variable, not by themselves.
 
-    While iterating, raises CheckpointError and subclasses if their tensors are damaged or of an unknown
-    layout.
+    Raises, while iterated, CheckpointError and subclasses if their tensors are damaged or of an unknown
+    layout, OSError if a file cannot be read.
     """
     variables = embedding_variables(catalog)
     for variable in variables.values():
@@ -60,8 +63,9 @@ def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
 def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[ServedTableView]:
     """Yield the dynamic tables of a SavedModel's graphs, sorted by name, from the variables in `catalog`.
 
-    Tables without all four variables are left out. While iterating, raises CorruptFile if variables are
-    inconsistent, GraphError if a graph is damaged, CheckpointChanged if a shard vanished.
+    `catalog` has the variables by their names in the graphs. Tables without all four variables are left out.
+    Raises, while iterated, CorruptFile if variables are inconsistent, GraphError if a graph is damaged,
+    CheckpointChanged if a shard vanished.
     """
     firsts = {name: first for graph in graphs for name, first in first_defaults(graph.graph_def).items()}
     for name, first in sorted(firsts.items()):
@@ -78,10 +82,10 @@ def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[Serv
 def tables_of_log(log: DeltaLog) -> Iterator[ServedTableView]:
     """Yield the dynamic tables of a log at its newest position, in the order of the base's manifest.
 
-    Errors come while iterating.
+    All of a table's index is read. Nothing is raised before the result is iterated.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: the tables cannot be read.
         VerificationError, PositionError: manifests cannot be read, a signed file differs, or deltas are
             missing.
     """

@@ -77,9 +77,10 @@ def _bundles(model: Path) -> tuple[BundleView, ...]:
 
 
 def _newest_position(model: Path, newest: BundleView) -> Position | None:
-    """Return a model's newest position, `newest` being its newest version; None if it cannot be read.
+    """Return a model's newest position, deltas included; None if a manifest is damaged or missing.
 
-    A version that takes no deltas has the position in its manifest; None without a manifest.
+    `newest` is its newest version; if that takes no deltas, the position is in its manifest. LfsPointer if
+    the manifest is a Git LFS pointer.
     """
     try:
         return read_log(model).at

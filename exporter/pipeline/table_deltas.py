@@ -37,9 +37,7 @@ def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
 
 
 def without_index(changes: Mapping[str, Change], mapping_spec: MappingSpec) -> dict[str, Change]:
-    """Return the changes, by variable, without those of dynamic tables' indexes, which are not rows to
-    people.
-    """
+    """Return the changes, by variable, without variables of dynamic tables' indexes (not rows to people)."""
     index = {key for table in mapping_spec.dynamic for key in table.keys[:-1]}
     return {name: change for name, change in changes.items() if name not in index}
 
@@ -70,7 +68,7 @@ def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
     """True if the log began with the trainer's full checkpoint, and with room for all increments since.
 
     If a table of such a log is full, because keys collide in its index, it would be full in a new base, too.
-    Raises CheckpointError if the checkpoint or an increment is damaged.
+    Raises CheckpointError or OSError if the checkpoint or an increment is damaged or cannot be read.
     """
     if log.base.entry.trained.checkpoint != trainer.plan.target.checkpoint:
         return False
@@ -99,8 +97,8 @@ class _Table(Struct, frozen=True):
 def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: LayeredState) -> Iterator[_Table]:
     """Yield the dynamic tables in the order of the mapping, as trained and as in the `published` state.
 
-    While iterating, raises SchemaChanged if the checkpoint lacks one or has rows of another dtype or
-    dimension, CheckpointError if its tables are damaged.
+    Raises, while iterated, SchemaChanged if the checkpoint lacks one or has rows of another dtype or
+    dimension, CheckpointError or OSError if its tables are damaged or cannot be read.
     """
     known = embedding_variables(catalog)
     for table in spec.dynamic:
@@ -118,7 +116,9 @@ def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Laye
 def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
     """Return the table changes that increments report, by variable; the published index is verified first.
 
-    Raises what `table_changes` raises.
+    Raises CheckpointError or OSError if a file is damaged or cannot be read, TableFull, SchemaChanged,
+    MappingError or NotFinite if the changes do not fit the base, VerificationError or PositionUnknown if the
+    published state cannot be opened.
     """
     spec = log.base.entry.mapping_spec
     published = log.state(only={key for table in spec.dynamic for key in table.keys})
@@ -129,11 +129,17 @@ def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
 def told_changes(
     spec: MappingSpec, schema: Schema, published: LayeredState, trainer: TrainerState, since: str | None
 ) -> dict[str, Change]:
-    """Return the table changes, by variable, reported by increments after the increment with the id `since`.
+    """Return the table changes, by variable, that increments after the increment with the id `since` report.
 
-    With None, by all increments; {} without any. New keys that the admission refuses are left out. Rows that
-    `since` had with the same values are left out. Any part of `published` may be read, so it must be verified
-    before. Raises TableFull, SchemaChanged, CheckpointError, MappingError or NotFinite as `table_changes`.
+    With None for `since`, all increments count; {} without any. New keys that the admission refuses are left
+    out, and rows that the increment `since` had with the same values. Any part of `published` may be read, so
+    the caller verifies its checksums first.
+
+    Raises:
+        TableFull: a table has no room for its new keys.
+        SchemaChanged: the checkpoint or an increment lacks a table, or has other rows.
+        CheckpointError, OSError: a checkpoint or an increment is damaged or cannot be read.
+        MappingError, NotFinite: a value does not fit the served dtype.
     """
     if not trainer.plan.increments or not spec.dynamic:
         return {}
@@ -176,10 +182,9 @@ def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, Keyed
 
 
 def note_index_written(base: LogBase, log: Path) -> None:
-    """Record beside the log that a base's table indexes are verified, since checksums were made while
-    writing.
+    """Record beside the log that a base's table indexes are verified: checksums were made while writing.
 
-    So the first delta need not read all of them, however small it is. Errors are ignored.
+    So the first delta need not read all of them, however small it is. A failure to read or write is ignored.
     """
     tables = base.entry.mapping_spec.dynamic
     with suppress(CheckpointError, OSError):
@@ -193,8 +198,8 @@ def note_index_written(base: LogBase, log: Path) -> None:
 def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> None:
     """Verify the checksums of the tables' indexes, unless the same files were verified before.
 
-    The result is recorded beside the log, and in `published`. Raises CorruptFile if one differs, other
-    CheckpointErrors if a file cannot be read.
+    Verified files are recorded beside the log, and in `published`. Raises CorruptFile if a checksum differs,
+    other CheckpointErrors if a file cannot be read.
     """
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, published.stored.values())
     published.trust(known := files.known(published.stored.values()))
@@ -206,7 +211,10 @@ def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> N
 def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
     """Return the differences of the trainer's keys and rows from the published ones; all of these are read.
 
-    Raises what `table_changes` raises.
+    Large differences are files in `scratch`. Raises CheckpointError or OSError if a file is damaged or cannot
+    be read or written, TableFull, SchemaChanged, MappingError or NotFinite if the changes do not fit the
+    base, VerificationError or PositionUnknown if the published state cannot be opened, PublishError if a file
+    cannot be fetched from a store.
     """
     spec, published = log.base.entry.mapping_spec, log.state()
     tables = [*_tables(spec, log.schema, trainer.catalog, published)]

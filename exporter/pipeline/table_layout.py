@@ -49,13 +49,15 @@ def lay_out_tables(
 ) -> tuple[InferenceGraph, TableLayout | None]:
     """Size the graph's dynamic tables by the checkpoint; return the graph, and a layout if tables need one.
 
-    Tables of a published version, given as checkpoint, do not. `head_room` is the share of more keys to have
-    room for; None: a quarter.
+    Tables of a published version, given as checkpoint, do not. `admission` says which keys get a row.
+    `head_room` is the room for more keys, as a share of the present ones; None: a quarter.
 
     Raises:
-        UsageError: there are options about tables without any, or the head room is negative.
+        UsageError: there are options about tables without any, or the head room is negative, or a table would
+            be too large.
         MissingTensors, ShapeMismatch, MappingError: the checkpoint has no such table, or other rows.
-        CheckpointError: the tables are damaged.
+        CheckpointError, OSError: the tables are damaged, or cannot be read.
+        GraphError: the graph's tables are damaged.
     """
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
     served = _published(graph, known, catalog, rules)
@@ -95,9 +97,10 @@ def lay_out_tables(
 def map_laid_out(
     graph: InferenceGraph, catalog: Catalog, layout: TableLayout | None, rules: MappingRules
 ) -> VariableMapping:
-    """Map a graph's variables, including those of laid out tables, to tensors; `layout` is None without any.
+    """Map a graph's variables, including variables of laid out tables, to tensors, and return the mapping.
 
-    Raises MappingError and subclasses if a variable has no certain tensor.
+    `layout` is None without laid out tables. Raises MappingError and subclasses if a variable has no certain
+    tensor, CheckpointError or OSError if the checkpoint's object graph is damaged or cannot be read.
     """
     if layout is None:
         return build_mapping(graph, catalog, rules)
@@ -131,7 +134,8 @@ def write_tables(
 def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
     """Return the unmatched variables and tensors; a table counts as all tensors of which it consists.
 
-    Raises CheckpointError if the checkpoint's tables are damaged.
+    Raises CheckpointError or OSError if the checkpoint's tables are damaged or cannot be read,
+    AmbiguousRename if two rules rename a table.
     """
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
     served = _published(graph, known, catalog, rules)
@@ -152,9 +156,10 @@ def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
 
 
 def _leftover(table: GraphDynamicTable, known: Mapping[str, EmbeddingVariable]) -> Leftover:
-    """Return a table that the checkpoint lacks, with the embedding variables that have the same kind of rows.
+    """Return the record of a table that the checkpoint lacks, with variables that have the same kind of rows.
 
-    They are the checkpoint's, without slots, with rows of the table's dtype and dimension.
+    These are embedding variables of the checkpoint (`known`, by name), not slots, with rows of the table's
+    dtype and dimension.
     """
     like = [
         variable
@@ -175,10 +180,11 @@ def _published(
     catalog: Catalog,
     rules: MappingRules,
 ) -> dict[str, list[TensorRef]]:
-    """Return each table's tensors (seeds, rows, keys, values), by its name, if the checkpoint is a published
-    version.
+    """Return the tensors (seeds, rows, keys, values) of the tables of a published version, by table name.
 
-    Tables that the checkpoint also has as embedding variables, or of which it lacks a tensor, are left out.
+    `catalog` is the checkpoint: {} if it is not a published version. Tables that it also has as embedding
+    variables (`known`), or of which it lacks a tensor, are left out. Raises AmbiguousRename if two rules
+    rename a variable.
     """
     served = dict[str, list[TensorRef]]()
     for table in graph.dynamic_tables:
@@ -210,9 +216,7 @@ def _check_rows(table: GraphDynamicTable, catalog: Catalog, values: TensorRef) -
 
 
 def _other_rows(table: GraphDynamicTable, dtype: DType, dim: int, catalog: Catalog) -> ShapeMismatch:
-    """Return the error for a table that has rows of `dtype` and size `dim` in the checkpoint, but not in the
-    graph.
-    """
+    """Return the error for a table with rows of `dtype` and size `dim` in the checkpoint alone."""
     return ShapeMismatch(
         f"table {table.name!r} has rows of {table.value_dtype.label}[{table.dim}] in the graph, "
         f"{dtype.label}[{dim}] in {catalog.prefix.name}",
@@ -231,9 +235,10 @@ def _plan(
 ) -> TablePlan:
     """Plan a table by the checkpoint's embedding variable, with room for more keys.
 
-    The room is for `head_room` times as many more keys as it has, and for those awaited. `known` are the
-    checkpoint's embedding variables, `awaited` the numbers of keys in increments, both by name. Raises
-    MissingTensors if the checkpoint has no such table, ShapeMismatch if it has other rows.
+    The room is for `head_room` times as many more keys as the variable has, and for the keys in increments.
+    `known` are the checkpoint's embedding variables, `awaited` the numbers of keys in increments, both by
+    name. Raises MissingTensors if the checkpoint has no such table, ShapeMismatch if it has other rows,
+    AmbiguousRename if two rules rename the table, UsageError if the table would be too large.
     """
     name = rules.renamed(table.name) or table.name
     found = find_variable(known, name)
@@ -249,10 +254,10 @@ def _plan(
 
 
 def _awaited_keys(catalog: Catalog) -> Counter[str]:
-    """Return the number of keys in the increments on top of a checkpoint, by table; empty if these are
-    damaged.
+    """Return the number of keys in a checkpoint's increments, by table; empty if an increment is damaged.
 
-    Some may be new: without room for them a base could not apply its first delta.
+    Some may be new: without room for them a base could not apply its first delta. OSError if the operating
+    system refuses to read an increment.
     """
     try:
         return keys_to_come(catalog)

@@ -23,7 +23,7 @@ from exporter.storage.files import writing
 
 
 class Tagging(Struct, frozen=True):
-    """A change of a tag: the tag after it, and before; None where there is no such tag.
+    """A change of a tag: the tag after the change, and before; None if there is no such tag.
 
     `meets` lists what a plan would meet in a store.
     """
@@ -35,9 +35,7 @@ class Tagging(Struct, frozen=True):
 
     @property
     def changes(self) -> bool:
-        """False if the tag is already as requested: at the same position, and with the reason if one is
-        given.
-        """
+        """False if the tag is already as requested: at the same position, with the reason if one is given."""
         then, now = self.before, self.tag
         if then is None or now is None:
             return then is not now
@@ -80,12 +78,11 @@ def set_tag(
 
 
 def _changed(model: Path, change: _Change, *, dry_run: bool) -> Tagging:
-    """Call `change` with a model's tags (by name) under its lock; write the changed tag, and return the
-    change.
+    """Call `change` with a model's tags (by name) under its lock; write the tag, and return the change.
 
     Nothing is written if the tag is already as requested. A dry run neither locks nor writes. Raises
     NotUpdatable if nothing is published, TargetBusy, ManifestError or PublishError if tags cannot be locked,
-    read or written, and what `change` raises.
+    read or written, UsageError if there are too many tags, and what `change` raises.
     """
     if newest_version(model) is None:  # without a publication make nothing, not even a lock
         raise nothing_published(model)
@@ -101,9 +98,9 @@ def _changed(model: Path, change: _Change, *, dry_run: bool) -> Tagging:
 
 
 def delete_tag(model: Path, name: str, *, dry_run: bool = False) -> Tagging:
-    """Delete a tag of a model; retention may then remove its position. Returns the tag as it was.
+    """Delete a tag of a model, and return the change, with the deleted tag as `before`.
 
-    A `dry_run` writes nothing.
+    Retention may then remove the position of the tag. A `dry_run` writes nothing.
 
     Raises:
         UsageError: a tag cannot have the name.

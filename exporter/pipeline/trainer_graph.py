@@ -28,8 +28,9 @@ from exporter.wire.protos import Proto
 def require_graph(request: ExportRequest, catalog: Catalog) -> None:
     """Raise CheckpointNotFound if the graph beside a checkpoint is to be served, and does not exist yet.
 
-    A Saver writes it last, so that a watch waits for it. Nothing is raised for archives and object-based
-    checkpoints, beside which there is never a graph: planning reports that.
+    A Saver writes it last, so that a watch waits for it. That is not raised for archives and object-based
+    checkpoints, beside which there is never a graph: planning reports it. Another CheckpointError if an
+    archive beside the checkpoint, which may describe the model, is damaged.
     """
     if request.model is not None or is_archive(catalog.prefix) or OBJECT_GRAPH in catalog.tensors:
         return
@@ -40,12 +41,14 @@ def require_graph(request: ExportRequest, catalog: Catalog) -> None:
 def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> MappingRules:
     """Return the rules with the partition strategies of the trainer's graph, if it is beside the checkpoint.
 
-    It is read only if the checkpoint has tensors in slices; without it the result has no strategies. AutoDist
-    partitions variables that are whole in its user's program, by ranges of rows. A SavedModel's own
-    `variables/` also has variables that are whole in its graph partitioned by ranges of rows; so are tables
-    by keys, which its graph may have joined.
+    `source` is the loaded graph, which may be the trainer's. The trainer's graph is read only if the
+    checkpoint has tensors in slices; without it the result has no strategies. AutoDist partitions variables
+    that are whole in its user's program, by ranges of rows. A SavedModel's own `variables/` also has
+    variables that are whole in its graph partitioned by ranges of rows; so are tables by keys, which its
+    graph may have joined.
 
-    Raises CorruptFile or GraphError if that graph is damaged, UsageError if it cannot be opened.
+    Raises CorruptFile or GraphError if the trainer's graph is damaged, LfsPointer or UnsupportedFormat if it
+    is another kind of file, UsageError if it cannot be opened.
     """
     sliced = {name for name, ref in catalog.tensors.items() if ref.slices}
     meta, saved_model = meta_beside(catalog.prefix), saved_model_around(catalog.prefix)

@@ -59,12 +59,12 @@ class TrainerState(Struct, frozen=True):
         return None if self.catalog.step is None else self.plan.step
 
     def in_bundle(self, spec: MappingSpec, prefix: Path, progress: ProgressFactory) -> TrainerState:
-        """Return the same state with rows that can be read one by one: an archive is copied into a bundle at
-        `prefix`.
+        """Return the state with rows that can be read one by one: an archive is copied into a bundle first.
 
-        `spec` is the base's mapping: only tensors that it needs are copied. Raises CheckpointChanged if the
-        archive was replaced since the plan was made, other CheckpointErrors if it is damaged, PublishError if
-        it cannot be copied.
+        `prefix` is the path prefix of that bundle's files; nothing is written unless the checkpoint is an
+        archive. `spec` is the base's mapping: only tensors that it needs are copied. Raises CheckpointChanged
+        if the archive was replaced since the plan was made, other CheckpointErrors or OSError if it is
+        damaged or cannot be read, PublishError if it cannot be copied.
         """
         if self.archive is None:
             return self
@@ -97,8 +97,9 @@ class TrainerState(Struct, frozen=True):
     def state(self) -> LayeredState:
         """Return the values of all served variables, to be read on demand.
 
-        They are the full checkpoint's; if the plan compares states, with its increments on top. Raises what
-        `layers` raises.
+        They are the full checkpoint's; if the plan compares states, with its increments on top. Increments
+        are read now: CheckpointError if one is damaged or gone, SchemaChanged if it does not fit the
+        checkpoint, MappingError or NotFinite if a value does not fit the served dtype.
         """
         stored = (found for source in self.mapping.sources for found in row_readers(self.catalog, source))
         layers = () if self.plan.is_known else self.layers()
@@ -109,8 +110,8 @@ class TrainerState(Struct, frozen=True):
 
         Increments do not include lookup tables: at each position they are as in the previous full checkpoint.
         They are compared, and nothing else is read, only if the published state is from another full
-        checkpoint. Raises CheckpointError, VerificationError or PositionUnknown if they, or the log's, cannot
-        be read.
+        checkpoint. Raises CheckpointError, VerificationError or PositionUnknown if the checkpoint's tables,
+        or the log's, cannot be read.
         """
         is_same = self.plan.target.checkpoint == log.trained.checkpoint
         if not self.schema.lookups or not self.plan.is_known or is_same:
@@ -169,12 +170,14 @@ def read_trainer(
 ) -> TrainerState:
     """Read a checkpoint directory or prefix, and plan the changes from the `published` state to it.
 
-    `within` is the permitted distance of served rows from the trainer's: if no row is further, the newest
-    state counts as published. After a new full checkpoint a watch gets a plan without changes while the next
-    increment is due, and for at most `marker_seconds` while a marker may still say which one that is.
-    `digests` are those of archives that were read before, None without any; new ones are added. With
-    `is_alone` the full checkpoint itself is published, without the increments on top of it. Variables that
-    match `ignored` may stay behind.
+    `mapping_spec` and `schema` are the published base's. `within` is the permitted distance of served rows
+    from the trainer's: if no row is further, the newest state counts as published. After a new full
+    checkpoint a watch gets a plan without changes while the next increment is due, and for at most
+    `marker_seconds` while a marker, a file of the trainer's hook, may still say which increment that is.
+    `digests` has digests of archives' files that were read before (None: no file was read); new ones are
+    added. With `is_alone` the full checkpoint itself is published, without the increments on top of it.
+    Variables that match `ignored` may stay behind. This process remembers when it first saw a full
+    checkpoint, and archives whose files are unchanged.
 
     Raises:
         CheckpointError: the checkpoint, an increment or its manifest is missing, damaged or changing.
@@ -228,8 +231,8 @@ _ARCHIVES: dict[Path, _Opened] = {}
 def _open(ckpt_dir: Path, digests: FileDigests) -> _Opened:
     """Read the newest checkpoint of a directory, or the one named; an unchanged archive is not read again.
 
-    `digests` of an archive's files are used and updated. Raises CheckpointError and subclasses if none can be
-    read.
+    `digests` of an archive's files are used and updated; an archive is remembered for this process. Raises
+    CheckpointError and subclasses if there is no checkpoint, or it cannot be read.
     """
     # A watch looks each second, and an archive must be read completely to know its contents.
     if (known := _ARCHIVES.get(ckpt_dir)) is not None and known.is_newest(ckpt_dir):
@@ -286,10 +289,10 @@ def _known(prefix: Path, full: CheckpointId) -> _Known:
 
 
 def _may_be_marked(prefix: Path, full: CheckpointId, published: TrainerVersion, history: History) -> bool:
-    """True if a hook may be about to write the marker of a full checkpoint: it has none yet, and is the
-    newest.
+    """True if a trainer's hook may be about to write the marker of the newest full checkpoint.
 
-    The marker is a file that says which increments the checkpoint follows. `published` is the state published
+    The marker is a file that says which increments the checkpoint follows. False if the checkpoint `full`, at
+    `prefix`, has its marker, or is not the directory's newest any more. `published` is the state published
     last: if a hook marked it, that hook probably still runs. Raises CheckpointNotFound if the directory has
     no checkpoint any more.
     """

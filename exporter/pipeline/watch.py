@@ -36,9 +36,7 @@ T = TypeVar("T")
 
 
 class Carry(Protocol):
-    """A function that runs work that publishes, with the transfers around it:
-    `exporter.transfer.opened.OpenModel`.
-    """
+    """A function that runs work that publishes, with transfers before and after it: `OpenModel.carry`."""
 
     def __call__(self, work: Callable[[], T]) -> T:
         """Return the result of `work`; the transfers around it may run it again.
@@ -69,7 +67,8 @@ def watch(
             file of the graph does not exist.
         BuilderError: the builder of `--model` does not exist.
         ExportError: an error that only a person can repair; or, when the watch ends, the error of its last
-            look.
+            look, unless time may repair it.
+        OSError: the operating system refuses to read a file.
     """
     require_local(request)
     require_exact(request)
@@ -85,9 +84,7 @@ def watch(
 
 
 class _Newest(Struct):
-    """An exporter of a directory's newest checkpoint; files that are unchanged since the last look are not
-    read again.
-    """
+    """An exporter of a directory's newest checkpoint; it does not read unchanged files again."""
 
     request: ExportRequest
     progress: ProgressFactory
@@ -100,9 +97,9 @@ class _Newest(Struct):
     def export(self) -> Poll[Exported]:
         """Export the newest checkpoint, unless it is published or another watch is exporting it.
 
-        The result has no publication then. Its step is that of the checkpoint published last, as far as
-        known. Raises CheckpointNotFound while there is no checkpoint, or its graph is not written yet;
-        otherwise any ExportError of an export.
+        Then the result's `done` is None. Its step is the step of the checkpoint published last, None if this
+        watch knows none. Raises CheckpointNotFound while there is no checkpoint, or its graph is not written
+        yet; any other ExportError, or OSError, of an export.
         """
         first = look(candidates(self.request.ckpt_dir)[0])
         if first and first == self._seen:
@@ -122,8 +119,9 @@ class _Newest(Struct):
     def _export(self, checkpoint: Identity) -> tuple[Exported | None, str | None]:
         """Export a checkpoint; return the export and the digest of the checkpoint that is published now.
 
-        The export is None if it is published already; both are None if another watch is exporting. Makes the
-        model's directory. Raises any ExportError of an export.
+        The export is None if the checkpoint is published already; both are None if another watch is
+        exporting. Makes the model's directory. Raises any ExportError or OSError of an export, PublishError
+        if the directory or the lock cannot be made.
         """
         model = self.request.out
         with writing(model):
@@ -139,8 +137,8 @@ class _Newest(Struct):
     def _export_unless_changed(self, checkpoint: Identity) -> Exported:
         """Export a checkpoint and return the result.
 
-        Raises CheckpointChanged, which a watch survives, if the export failed and the checkpoint was changed
-        meanwhile; otherwise the error of the export. PublishedAlready is raised in any case.
+        Raises PublishedAlready if it is published; CheckpointChanged, which a watch survives, if the export
+        failed and the checkpoint was changed meanwhile; otherwise the ExportError or OSError of the export.
         """
         try:
             return export(replace(self.request, ckpt_dir=checkpoint.prefix), self.progress, self.graphs)

@@ -109,7 +109,7 @@ class StopWhen(Given, frozen=True, repr_omit_defaults=True):
         return progress.count >= self.count or is_at_step or self.seconds_left(progress) <= 0
 
     def why(self, progress: WatchProgress) -> str:
-        """Return a phrase for people that says which limit ended a watch; one must have been reached."""
+        """Return a phrase for people on the limit that ended a watch; one of the limits must be reached."""
         if progress.count >= self.count:
             return f"{count(progress.count, 'publication')}, as --until says"
         if progress.step is not None and progress.step >= self.step:
@@ -196,12 +196,13 @@ def follow(
     """Look repeatedly until the watch ends, and yield each look's publication.
 
     Nothing is done before the first item is asked for. `tell` gets each error that the watch survives, the
-    same message once in a row; `looked` the error of each look, or None, after its publication; `ended` the
-    reason why it ends, unless an error ends it. `clock` returns seconds, and `sleep` waits for a number of
-    them. When the time is over, there is one last look.
+    same message once in a row; `looked` the error of each look, or None, after its publication was yielded;
+    `ended` the reason why it ends, unless an error ends it. `clock` returns seconds, and `sleep` waits for a
+    number of seconds. When the time is over, there is one last look.
 
     Raises:
-        ExportError: one that needs a person; or, when the watch ends, the last look's failure.
+        ExportError: of a look, if only a person can repair it; or, when a limit ends the watch, the error of
+            the last look, unless time may repair it (`may_pass`).
     """
     began = last = clock()
     progress, said, failures = WatchProgress(), "", 0
