@@ -293,8 +293,8 @@ class LabelFlags(Struct, frozen=True):
     label: Annotated[
         tuple[str, ...],
         Option(
-            "Keep this label of the servers at the version that a tag of each model names, or that deltas "
-            "lead there. Repeatable; needs --model-config-file.",
+            "Keep this label of the servers at the version that this tag names, or whose deltas lead to the "
+            "tag. Repeatable; needs --model-config-file.",
             metavar="LABEL=TAG",
         ),
     ] = ()
@@ -449,7 +449,7 @@ def agent(
     trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Keep the replicas of models at the newest publication.
+    """Keep model servers at the newest publication of their models.
 
     For each replica and each loaded version, the agent asks for the position, applies the missing deltas and
     confirms the new position. It notices a new delta at once on local disks, elsewhere within --poll-seconds.
@@ -468,8 +468,7 @@ def agent(
       serve-model agent --model-base-path prod=/models/ranker --target dns:///model-servers:8500 --json
       serve-model agent --model-base-path models/ranker --target dns:///model-servers --canary golden.json
       serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500 --pull s3://models/ranker
-      serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500 --pull s3://models/ranker \
-        --trust publisher.pem
+      serve-model agent --model-base-path models/r --target 127.0.0.1:8500 --pull s3://models/r --trust k.pem
     """
     with command(printing) as sink:
         quote_logs()

@@ -73,7 +73,7 @@ def run_server(
     own_version: VersionFlag = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Serve models with TF Serving's gRPC services: one directory of versions, or the models of a file.
+    """Serve the model in a directory of versions, or all models that a file lists, as TF Serving does.
 
     The server loads new versions as TF Serving does: it loads the new version first, then unloads the old
     one; a version that cannot be loaded never replaces a working one. When every model has an available

@@ -75,7 +75,7 @@ class PlaceFlags(Struct, frozen=True):
             parse=checkpoint_path,
         ),
     ] = None
-    again: Annotated[bool, _place("Publish a checkpoint again that is already published.")] = False
+    again: Annotated[bool, _place("Publish the checkpoint even if it is published already.")] = False
     despite: Annotated[
         tuple[str, ...],
         _place("Publish although something speaks against it; repeatable:", metavar="WORD", words=_DESPITE),
@@ -83,8 +83,8 @@ class PlaceFlags(Struct, frozen=True):
     config: Annotated[
         Path | None,
         _place(
-            "Take options that are not typed from this JSON or TOML file; of one with [models.NAME] "
-            "tables export each model, or one by FILE#NAME.",
+            "Read further options from this JSON or TOML file. With [models.NAME] tables in it, export each "
+            "model, or only FILE#NAME.",
             metavar="FILE[#NAME]",
         ),
     ] = None

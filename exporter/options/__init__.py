@@ -499,7 +499,7 @@ _ENGINE_WORDS = {
     "ray": "Ray",
     "beam": "Apache Beam",
     "dask": "Dask",
-    "address=ADDRESS": "its cluster; ray://HOST:10001 or tcp://HOST:8786 alone names it and its engine",
+    "address=ADDRESS": "the engine's cluster; ray://HOST:10001 or tcp://HOST:8786 chooses the engine, too",
     "task-size=SIZE": "bytes that one task reads, by default 64MiB",
     "NAME=VALUE": "an option of the engine's own",
 }
@@ -578,7 +578,7 @@ class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
     directory: Annotated[
         str,
         _work(
-            "Keep tasks' results here, where all workers see them; an export's lie below the model.",
+            "Keep results of tasks here, where all workers see them; those of an export are below the model.",
             name="--job-dir",
             metavar="DIR|URL",
             parse=_path_or_url,
@@ -690,7 +690,7 @@ class Updates(_Limited, frozen=True, repr_omit_defaults=True):
                 ),
                 "nan-check": Part(
                     "finite",
-                    "a refusal of deltas with NaN or infinity; of new bases, too, by --verify bytes",
+                    "refuse deltas with NaN or infinity; with --verify bytes new bases, too",
                     digest="always",
                 ),
             },
@@ -720,12 +720,12 @@ Model: TypeAlias = Annotated[
 
 
 _ALLOWED = {
-    "code": "trust the model: run its archive's code, and here any operation of its graph",
-    "files=DIR": "a graph found beside the checkpoint reads this directory, too",
+    "code": "trust the model: run its archive's code, and any operation of its graph on this machine",
+    "files=DIR": "a graph found beside the checkpoint may read this directory, too",
     "file-ops": "operations that use files, call other processes, or are unknown",
     "foreign-ops": "operations that stock TensorFlow lacks, with all that they need",
     "dropout": "dropout and noise that are on, so that equal requests get different answers",
-    "batch-statistics": "each request's own batch normalises it, although moving statistics exist",
+    "batch-statistics": "normalise each request by its own batch, although moving statistics exist",
 }
 
 
@@ -752,11 +752,19 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     )
     feeds: Annotated[
         Mapping[str, str],
-        _served("Fix a placeholder: keep_prob=1.0. Repeatable.", name="--feed", metavar="PLACEHOLDER=VALUE"),
+        _served(
+            "Give a placeholder a constant value: keep_prob=1.0. Repeatable.",
+            name="--feed",
+            metavar="PLACEHOLDER=VALUE",
+        ),
     ] = field(default_factory=dict)
     absent_keys: Annotated[
         Mapping[str, str],
-        _served("Value of keys that a table lacks. Repeatable.", name="--absent-key", metavar="TABLE=NUMBER"),
+        _served(
+            "What a table by keys gives for a key that it lacks. Repeatable.",
+            name="--absent-key",
+            metavar="TABLE=NUMBER",
+        ),
     ] = field(default_factory=dict)
     """Numbers by regular expressions for tables' names."""
     allow: Annotated[
@@ -858,7 +866,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     version: Annotated[
         str | int | None,
         _places(
-            "Version number, or time (seconds since 1970).",
+            "The version's number, or time: seconds since 1970.",
             metavar="N|time",
             default="the training step while it grows",
             typed=str | None,
@@ -899,7 +907,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     partition_strategies: Annotated[
         Mapping[str, str],
         _names(
-            "How training looked up a table. Repeatable.",
+            "How training spread a table's rows over its parts. Repeatable.",
             name="--partition-strategy",
             metavar="NAME=mod|div",
         ),
@@ -907,8 +915,8 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     ignored: Annotated[
         tuple[str, ...],
         _names(
-            "Leave out variables (regular expression) that served layers have in the checkpoint alone. "
-            "Repeatable.",
+            "Serve layers without these variables (regular expression), which the checkpoint has and the "
+            "graph has not. Repeatable.",
             name="--ignore",
             metavar="NAME",
         ),
@@ -988,7 +996,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     ] = None
     min_freq: Annotated[
         int,
-        in_parts(_KEYS, "Serve no other keys than these", heading=KEYED, name="--keys", metavar="WORD=N"),
+        in_parts(_KEYS, "Serve only these keys of tables", heading=KEYED, name="--keys", metavar="WORD=N"),
     ] = 0
     max_age_steps: int | None = None
     verify: Annotated[
@@ -1031,7 +1039,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     max_norm: Annotated[
         tuple[str, ...],
         _deltas(
-            "With --incr: look for table rows of a larger Euclidean norm. Repeatable.",
+            "With --incr: look for table rows whose Euclidean norm is larger. Repeatable.",
             metavar="auto|X|PATTERN=X",
             goes_with="--incr",
         ),
@@ -1138,7 +1146,7 @@ def _model(what: Any) -> Any:
 
 
 _IN_PYTHON = {  # what the command line has in another form
-    "again": "Publish a checkpoint again that is already published.",
+    "again": "Publish the checkpoint even if it is published already.",
     "plain": "Publish a version that takes no deltas, although the newest one does.",
     "despite_hold": "Publish a version although the model is held.",
     "renames": "Map variables (regular expression) to tensor names.",

@@ -37,8 +37,7 @@ class UpdatesKeywords(TypedDict, total=False):
     digest: bool
     """Give a base this, too: a signature that returns checksums of the served values."""
     finite: bool
-    """Give a base this, too: a refusal of deltas with NaN or infinity; of new bases, too, by
-    verify='bytes'."""
+    """Give a base this, too: refuse deltas with NaN or infinity; with verify='bytes' new bases, too."""
 
 
 class JobsKeywords(TypedDict, total=False):
@@ -55,7 +54,7 @@ class JobsKeywords(TypedDict, total=False):
     task_bytes: int
     """How many bytes one task reads."""
     directory: str
-    """Keep tasks' results here, where all workers see them; an export's lie below the model."""
+    """Keep results of tasks here, where all workers see them; those of an export are below the model."""
 
 
 class ExportKeywords(TypedDict, total=False):
@@ -72,16 +71,16 @@ class ExportKeywords(TypedDict, total=False):
     tag: str | None
     """Serve a SavedModel's graph with these tags."""
     feeds: Mapping[str, str | float]
-    """Fix a placeholder: keep_prob=1.0."""
+    """Give a placeholder a constant value: keep_prob=1.0."""
     absent_keys: Mapping[str, str | float]
-    """Value of keys that a table lacks."""
+    """What a table by keys gives for a key that it lacks."""
     allow: Sequence[str]
-    """Serve what is refused otherwise: code (trust the model: run its archive's code, and here any
-    operation of its graph); files=DIR (a graph found beside the checkpoint reads this directory, too);
-    file-ops (operations that use files, call other processes, or are unknown); foreign-ops (operations that
-    stock TensorFlow lacks, with all that they need); dropout (dropout and noise that are on, so that equal
-    requests get different answers); batch-statistics (each request's own batch normalises it, although
-    moving statistics exist)."""
+    """Serve what is refused otherwise: code (trust the model: run its archive's code, and any operation of
+    its graph on this machine); files=DIR (a graph found beside the checkpoint may read this directory,
+    too); file-ops (operations that use files, call other processes, or are unknown); foreign-ops
+    (operations that stock TensorFlow lacks, with all that they need); dropout (dropout and noise that are
+    on, so that equal requests get different answers); batch-statistics (normalise each request by its own
+    batch, although moving statistics exist)."""
     custom_objects: Sequence[str]
     """Module with classes that a Keras archive may use."""
     train_tag: str | None
@@ -89,7 +88,7 @@ class ExportKeywords(TypedDict, total=False):
     format: ExportFormat | Literal["saved_model", "metagraph", "both"]
     """Write a SavedModel, Cloud ML's pair, or both."""
     version: str | int | None
-    """Version number, or time (seconds since 1970)."""
+    """The version's number, or time: seconds since 1970."""
     for_server: str | None
     """Publish what servers of this TensorFlow load: 1.15 or newer."""
     plain: bool
@@ -97,7 +96,7 @@ class ExportKeywords(TypedDict, total=False):
     despite_hold: bool
     """Publish a version although the model is held."""
     again: bool
-    """Publish a checkpoint again that is already published."""
+    """Publish the checkpoint even if it is published already."""
     renames: Sequence[str]
     """Map variables (regular expression) to tensor names."""
     rename_file: StrPath | None
@@ -107,9 +106,10 @@ class ExportKeywords(TypedDict, total=False):
     average: str | None
     """Serve moving averages instead of raw weights."""
     partition_strategies: Mapping[str, str | float]
-    """How training looked up a table."""
+    """How training spread a table's rows over its parts."""
     ignored: Sequence[str]
-    """Leave out variables (regular expression) that served layers have in the checkpoint alone."""
+    """Serve layers without these variables (regular expression), which the checkpoint has and the graph has
+    not."""
     object_path: str | None
     """Path to the served model in a TF2 checkpoint: net/tower."""
     casts: Sequence[str]
@@ -139,9 +139,9 @@ class ExportKeywords(TypedDict, total=False):
     table_head_room: float | None
     """Room for X times more keys in tables."""
     min_freq: int
-    """Serve no other keys than these: seen N times or more."""
+    """Serve only these keys of tables: seen N times or more."""
     max_age_steps: int | None
-    """Serve no other keys than these: updated in the last N steps."""
+    """Serve only these keys of tables: updated in the last N steps."""
     verify: Verify | Literal["none", "files", "bytes", "outputs"]
     """What to check before publishing: none (nothing); files (index, sizes, small files; the default);
     bytes (every value, too); outputs (responses, too)."""
@@ -165,7 +165,7 @@ class ExportKeywords(TypedDict, total=False):
     """For deltas: send these rows, hold others back: each row after this time (90, 10m, 2h), whatever the
     budget."""
     max_norm: Sequence[str]
-    """For deltas: look for table rows of a larger Euclidean norm."""
+    """For deltas: look for table rows whose Euclidean norm is larger."""
     on_wild: OnWild | Literal["refuse", "hold-row", "warn"]
     """What to do with rows beyond max_norm."""
     check_graph: bool

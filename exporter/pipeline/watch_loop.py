@@ -143,7 +143,7 @@ class Watching(Given, frozen=True, repr_omit_defaults=True):
     stop: Annotated[
         StopWhen,
         Option(
-            "End --watch, whatever comes first; repeatable:",
+            "End --watch at the first of these; repeatable:",
             FOLLOWING,
             name="--until",
             metavar="2h|step=N",
