@@ -181,12 +181,13 @@ class VersionRule(Struct, frozen=True):
     ) -> tuple[int, int]:
         """Return the version and the position of the next publication, as numbers.
 
-        By position, both are equal: see `next_position`. By time, the version is `now`, or `newest` + 1 if
-        that is greater.
+        The position is as `next_position` gives it, after all numbers in use. By position, the version is
+        equal to it. By time, the version is `now`, or `newest` + 1 if that is greater. With a given number,
+        the version is that number.
 
         `step` is the training step of its values, or None. `newest` is the greatest version number in use,
         `last` the greatest position; None if there is none. `now` is in seconds since 1970. Raises
-        VersionExists if the version that was asked for would not be the newest, or no greater number is left.
+        VersionExists if a given number would not be the newest version, or no greater number is left.
         """
         if self.choice == "position":
             position = next_position(step, greatest(newest, last))
@@ -286,7 +287,7 @@ def reserve_position(model: Path, step: int | None) -> ReservedPosition:
         ManifestError: the newest version's manifest is damaged, or a directory cannot be listed.
         CheckpointError: that manifest is a pointer of Git LFS, or cannot be fetched from its store.
         VersionExists: no number is left.
-        PositionError: it would be greater than any delta's.
+        PositionError: the position would not be below `POSITION_LIMIT`, as those of deltas are.
     """
     versions = version_dirs(model)
     last, others = last_position(model, versions), taken(model)
@@ -301,7 +302,7 @@ def next_delta_position(log: DeltaLog, step: int | None) -> int:
 
     Raises:
         VersionExists: no number is left.
-        PositionError: it would be greater than any delta's.
+        PositionError: the position would not be below `POSITION_LIMIT`, as those of deltas are.
         ManifestError: a directory of the model cannot be listed.
     """
     return _next_of_log(step, greatest(log.last, taken(log.model).position))
@@ -349,20 +350,21 @@ def publish_version(
     """Rename `staging.path` to `<model>/<version>`; with `keep`, also remove older versions.
 
     `draft` has the manifest's fields that are known before; the manifest is completed, signed if a key is in
-    force, and written. `rule` numbers the version; a reserved position is its number, too. `permission`
-    permits exceptions from a hold or a log. `permit` is called under the model's lock, and raises if the
-    version may not be published; `is_locked`: the caller has that lock already. `grace_seconds` is how long a
-    superseded version stays; `clock` returns seconds since 1970. A failure to remove older versions is only a
-    warning of the result.
+    force, and written. `rule` numbers the version; a reserved position is its number, too. `permit` is called
+    under the model's lock, and raises if the version may not be published; `is_locked`: the caller has that
+    lock already. `grace_seconds` is how long a superseded version stays; `clock` returns seconds since 1970.
+    A failure to remove older versions is only a warning of the result.
 
     When this returns, the version survives a power cut, except files with a second link (the trainer's
     shards): these are neither synced, which would cost O(bytes), nor changed in their mode.
 
     Raises:
-        UsageError: `keep` would leave no version; or see `Permission.check`; nothing was published.
-        ModelHeld, ChainEnds: see `Permission.check`; nothing was published.
-        VersionExists: see `VersionRule.choose`; or a directory without a manifest has the reserved
-            number, or a greater one.
+        UsageError: `keep` would leave no version, or the newest version is signed and this one would not
+            be.
+        ModelHeld, ChainEnds: the model is held, or this version would end a log, and `permission` does
+            not permit that.
+        VersionExists: a given number would not be the newest version; a directory without a manifest has
+            the reserved number, or a greater one; or no number is left.
         PositionMoved: something was published since the position was reserved.
         NotTrusted: it would be signed, and the versions there are of several models, or of another one.
         TargetBusy: another exporter held the lock for `LOCK_SECONDS`.
@@ -562,10 +564,10 @@ def _complete(
 ) -> Manifest:
     """Complete the draft, write it as the staged `manifest.json`, the last file, and return the manifest.
 
-    If a signing key is in force, the manifest is signed as the publication that will be at `target`. `now` is
-    the time of publication in seconds since 1970, `identity` the model's (None: of an earlier release).
-    Raises NotTrusted if the key is for another identity, PublishError and its subclasses if the file cannot
-    be written or synced.
+    It states `position`, the staged `files` and the time of publication, `now`, in seconds since 1970.
+    `identity` is the model's (None: of an earlier release). If a signing key is in force, the manifest is
+    signed as the publication that will be at `target`. Raises NotTrusted if the key is for another identity,
+    PublishError and its subclasses if the file cannot be written or synced.
     """
     manifest = replace(draft, identity=identity).complete(
         position=position,

@@ -134,7 +134,8 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
     def entry(self) -> DeltaEntry:
         """The log entry in the delta's manifest.
 
-        ManifestError if there is none, or the manifest cannot be read.
+        ManifestError if there is none, or the manifest cannot be read; CheckpointError if that cannot be
+        fetched.
         """
         entry = self.manifest.incremental
         if not isinstance(entry, DeltaEntry):
@@ -145,20 +146,23 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
     def at(self) -> Position:
         """The position where it ends, and the training step there.
 
-        ManifestError if its manifest cannot be read.
+        ManifestError if its manifest cannot be read, CheckpointError if that cannot be fetched.
         """
         return Position(self.end, self.manifest.step)
 
     @property
     def only_from(self) -> bool:
-        """True if it applies at its first position only; ManifestError if its manifest cannot be read."""
+        """True if it applies at its first position only.
+
+        ManifestError if its manifest cannot be read, CheckpointError if that cannot be fetched.
+        """
         return self.entry.only_from
 
     @property
     def merged_count(self) -> int:
         """The number of publications merged in it; 1 if none are.
 
-        ManifestError if its manifest cannot be read.
+        ManifestError if its manifest cannot be read, CheckpointError if that cannot be fetched.
         """
         return self.entry.parts
 
@@ -231,12 +235,18 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @property
     def at(self) -> Position:
-        """The newest position and the training step there; ManifestError if that manifest cannot be read."""
+        """The newest position and the training step there.
+
+        ManifestError if the manifest there cannot be read, CheckpointError if that cannot be fetched.
+        """
         return self.newest.at
 
     @property
     def trained(self) -> TrainerVersion:
-        """The trainer's state at the newest position; ManifestError if that manifest cannot be read."""
+        """The trainer's state at the newest position.
+
+        ManifestError if the manifest there cannot be read, CheckpointError if that cannot be fetched.
+        """
         return self.newest.entry.trained
 
     @cached_property
@@ -250,7 +260,10 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return max([self.base.at.position, *ends, *others])
 
     def followed_by(self, delta: LogDelta) -> DeltaLog:
-        """Return the log with one more delta, which was published since the log was read."""
+        """Return the log with one more delta, which was published since the log was read.
+
+        The deltas stay sorted; this log is unchanged.
+        """
         return replace(
             self, deltas=tuple(sorted((*self.deltas, delta), key=lambda one: (one.start, one.end)))
         )
@@ -361,7 +374,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         """Return the trainer's state at a position, and the training step there (None if it is not recorded).
 
         Raises PositionUnknown if nothing is published there, ManifestError if the manifest there cannot be
-        read.
+        read, CheckpointError if that cannot be fetched.
         """
         found = self.standing(position)
         return found.entry.trained, found.at.step

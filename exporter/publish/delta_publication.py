@@ -88,15 +88,18 @@ def publish_changes(
     `changes` are by variable name; `what` has the delta's span and its entry in the manifest. `check` gets
     the written delta's catalog before it is published, and its errors are raised as they are; None: no check.
     `last` was the model's greatest position when the changes were found; None where that does not matter.
-    `under_lock`: see `UnderLock`.
+    `under_lock`: see `UnderLock`. After an error nothing was published.
 
     Raises:
-        NotFinite: the log's model would refuse it; nothing was published.
+        NotFinite: the log's model would refuse it.
         ValueError: a change does not fit its variable, or the log has no such variable.
+        PositionMoved: this delta is published already, or another process published meanwhile.
+        UsageError: the log is signed, and this delta would not be.
+        NotUpdatable, ManifestError: the newest version takes no deltas any more, or cannot be read.
+        NotTrusted: it would be signed, and the versions there are of several models, or of another one.
         CheckpointError: the written delta cannot be read again, or a manifest cannot be fetched.
-        UsageError, PositionError, ManifestError, VerificationError: see `publish_delta` (PositionMoved,
-            NotUpdatable, NotTrusted among them); nothing was published.
-        TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
+        TargetBusy: another exporter held the lock for `LOCK_SECONDS`.
+        TargetNotWritable, DiskFull, PublishError: the operating system refused.
     """
     require_finite(log, changes, what.span, what.hint)
     with writing(staging.path):
@@ -119,13 +122,18 @@ def publish_written(
 
     `what` has the delta's span and its entry in the manifest. `last` was the model's greatest position when
     the delta was made; None where that does not matter. `under_lock`: see `UnderLock`. If the log's model
-    wants finite values, the caller has checked them (`exporter.publish.finite`).
+    wants finite values, the caller has checked them (`exporter.publish.finite`). After an error nothing was
+    published.
 
     Raises:
+        PositionMoved: this delta is published already, or another process published meanwhile.
+        UsageError: the log is signed, and this delta would not be.
+        NotUpdatable, ManifestError: the newest version takes no deltas any more, or cannot be read.
+        NotTrusted: it would be signed, and the versions there are of several models, or of another one.
         CheckpointError: the staged delta's index cannot be read, or a manifest cannot be fetched.
-        UsageError, PositionError, ManifestError, VerificationError: see `publish_delta` (PositionMoved,
-            NotUpdatable, NotTrusted among them); nothing was published.
-        TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
+        VerificationError: the staged tree holds something that is neither a file nor a directory.
+        TargetBusy: another exporter held the lock for `LOCK_SECONDS`.
+        TargetNotWritable, DiskFull, PublishError: the operating system refused.
     """
     span, entry = what.span, what.entry
     draft = ManifestDraft(

@@ -205,7 +205,7 @@ class Hold(Struct, frozen=True):
 
     @property
     def path(self) -> Path:
-        """The file; it need not exist."""
+        """The path of the file `hold`, which need not exist."""
         return self.directory / HOLD_FILE
 
     @property

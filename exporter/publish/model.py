@@ -668,7 +668,11 @@ class Model(Struct, frozen=True, dict=True):
 
     @cached_property
     def listed_tags(self) -> tuple[ListedTag, ...]:
-        """The tags of the model, sorted by name; () if they cannot be read, which the doctor reports."""
+        """The tags of the model, sorted by name; () if they cannot be read, which the doctor reports.
+
+        NotUpdatable if there are tags and nothing is published any more; CheckpointError if a manifest is a
+        pointer of Git LFS, or one or the tags cannot be fetched from their store.
+        """
         with suppress(ManifestError):
             return listed_tags(self.path)
         return ()

@@ -71,6 +71,7 @@ def noted(model: Path) -> Spared | None:
 
     Raises:
         ManifestError: the note is damaged, or cannot be read.
+        LfsPointer: the note is a pointer of Git LFS.
     """
     path = model / FETCHED_FILE
     try:

@@ -316,7 +316,7 @@ class Standing(Struct, frozen=True, dict=True):
         """Return the log in which a base is at the position or a delta ends there.
 
         None if no log with a base has it. Of several, the newest version's log counts first, then the newer
-        ones.
+        ones. CheckpointError if a manifest is a pointer of Git LFS, or cannot be fetched from its store.
         """
         if self.log is not None and self.log.has(position):
             return self.log
@@ -340,7 +340,9 @@ class Standing(Struct, frozen=True, dict=True):
     def paths(self) -> Mapping[int, list[Path]]:
         """For each position, the paths of the versions that are there and of the deltas that end there.
 
-        Versions that take no deltas are listed by their number. Logs that cannot be read are left out.
+        Versions that take no deltas are listed by their number. Versions with a damaged manifest, and logs
+        whose directory cannot be listed, are left out. CheckpointError if a manifest is a pointer of Git LFS,
+        or cannot be fetched from its store.
         """
         paths = {number: [path] for number, path in self.plain.items()}
         for log in self.logs:
@@ -354,14 +356,16 @@ class Standing(Struct, frozen=True, dict=True):
     def newest(self) -> int:
         """The model's newest position; the newest version's number if that takes no deltas.
 
-        ManifestError if the manifest of the newest delta cannot be read.
+        ManifestError if the manifest of the newest delta cannot be read, CheckpointError if that cannot be
+        fetched.
         """
         return self.log.at.position if self.log is not None else max(self.plain)
 
     def loss(self, position: int) -> str:
         """Return the reason why the values of a position cannot be restored; empty if they can.
 
-        ManifestError if a directory or a delta's manifest that decides this cannot be read.
+        ManifestError if a directory or a delta's manifest that decides this cannot be read, CheckpointError
+        if a manifest is a pointer of Git LFS, or cannot be fetched from its store.
         """
         if (log := self.log_at(position)) is not None:
             try:
@@ -384,6 +388,7 @@ class Standing(Struct, frozen=True, dict=True):
         Raises:
             PositionUnknown: no version reaches it.
             ManifestError: a directory or a delta's manifest that decides this cannot be read.
+            CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
         """
         self.require(position)
         if (log := self.log_at(position)) is None:
@@ -396,6 +401,7 @@ class Standing(Struct, frozen=True, dict=True):
         Raises:
             PositionUnknown: nothing is there, or no base is left from which deltas reach it.
             ManifestError: a directory or a delta's manifest that decides this cannot be read.
+            CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
         """
         if why := self.loss(position):
             known = ", ".join(map(str, sorted(self.paths)[-20:]))

@@ -283,8 +283,9 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
     Raises:
         ManifestError: the manifest of the newest base is damaged, so that its position is unknown; or a
             directory cannot be listed.
-        NotTrusted, UsageError, CheckpointError: that manifest is refused or cannot be fetched: see
-            `read_manifest`.
+        NotTrusted, UsageError: keys are trusted there, and none has signed that manifest, or they cannot
+            be read.
+        CheckpointError: that manifest is a pointer of Git LFS, or cannot be fetched from its store.
     """
     versions = tuple(versions)
     newest = newest_of(versions)
@@ -421,7 +422,10 @@ def read_head(directory: Path) -> ManifestHead:
 
     Raises:
         ManifestError: there is none, it cannot be read, it is too long, or its head is damaged.
-        NotTrusted, UsageError, CheckpointError, DiskFull, PublishError: as `read_manifest`.
+        NotTrusted: keys are trusted there, and none of them has signed it.
+        UsageError: keys are trusted there, and a file of keys cannot be read.
+        CheckpointError: it is a pointer of Git LFS, or an object of a store that cannot be fetched.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     with _open_manifest(directory) as (descriptor, path):
         return _parse(descriptor, path, head_from_json)
@@ -435,7 +439,10 @@ def lease(version: Path) -> Iterator[Manifest]:
 
     Raises (on entry):
         ManifestError: the version vanished or is vanishing, or its manifest is damaged.
-        NotTrusted, UsageError, CheckpointError, DiskFull, PublishError: as `read_manifest`.
+        NotTrusted: keys are trusted there, and none of them has signed the manifest.
+        UsageError: keys are trusted there, and a file of keys cannot be read.
+        CheckpointError: the manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
         OSError: the file system has no locks.
     """
     with _open_manifest(version) as (descriptor, path):
