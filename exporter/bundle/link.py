@@ -283,11 +283,13 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Link the published file `source` to `target`, or copy it where a link is impossible.
 
     An object in a store is fetched first. Raises CheckpointError if it cannot be fetched, DiskFull or
-    PublishError if the fetched bytes cannot be kept, OSError if the copy fails. An existing `target` is
-    overwritten.
+    PublishError if the fetched bytes cannot be kept, OSError if the copy fails; FileExistsError if
+    `target` exists: it may be another name of a published file, into which a copy would write.
     """
     mirror.fetch(source)  # a file that stands for an object is empty until then
     try:
         os.link(source, target, follow_symlinks=False)
+    except FileExistsError:
+        raise
     except OSError:  # a file system without links, or too many of them
         shutil.copyfile(source, target)

@@ -538,3 +538,16 @@ def umask(mask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def test_a_target_that_exists_is_not_written_into(tmp_path: Path) -> None:
+    """It may be another name of a published file."""
+    source, published, target = (tmp_path / name for name in ("source", "published", "target"))
+    source.write_text("new")
+    published.write_text("old")
+    for there in (published, source):
+        target.unlink(missing_ok=True)
+        target.hardlink_to(there)
+        with pytest.raises(FileExistsError):
+            link.link_or_copy(source, target)
+        assert (published.read_text(), source.read_text()) == ("old", "new")
