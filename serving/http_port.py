@@ -176,6 +176,7 @@ class HttpPort:
             UsageError: `allow_host` is not a list of names.
         """
         names = (host, *listed_names(allow_host))
+        self._tls = None if tls is None else tls.context()  # before the port is taken
         self._listening = _listen(host, port, option)
         address = str(self._listening.getsockname()[0])
         self.names = None if tls is not None else OwnNames.of(names, address)
@@ -185,7 +186,6 @@ class HttpPort:
         self.is_ending = False
         self.long_bodies = asyncio.Lock()
         """Of bodies in several parts, one goes on at a time: others wait for one turn, not for all."""
-        self._tls = None if tls is None else tls.context()
         self._is_quick = is_quick
         self._workers, self._quick = _Workers(application, threads), _Workers(application, _QUICK_THREADS)
         self._connections: dict[_Connection, asyncio.Task[None]] = {}

@@ -57,16 +57,23 @@ def stop_on_sigterm() -> None:
 def sleep_until_a_signal() -> None:
     """Sleep until a signal arrives, and return once its handler does; an error of the handler propagates.
 
-    Call it in the main thread only: ValueError elsewhere. It replaces the interpreter's wakeup descriptor,
-    and leaves a pipe open.
+    Call it in the main thread only: ValueError elsewhere. Meanwhile it replaces the interpreter's wakeup
+    descriptor.
 
     The interpreter writes to the pipe for each signal, in any thread: so no signal is lost between a check
     and the sleep, and the main thread wakes up to run the handler.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)  # as `set_wakeup_fd` requires
-    signal.set_wakeup_fd(writer)
-    os.read(reader, 1)
+    try:
+        before = signal.set_wakeup_fd(writer)
+        try:
+            os.read(reader, 1)
+        finally:
+            signal.set_wakeup_fd(before)
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serving import http_port
-from serving.http_port import HttpPort, HttpRequest, HttpResponse
+from serving.http_port import HttpPort, HttpRequest, HttpResponse, HttpTls
 
 WAIT_S = 60
 
@@ -273,3 +274,14 @@ def test_it_ends_with_what_is_under_way() -> None:
         assert not stopping.is_alive()
         with pytest.raises(OSError):
             connected(port)
+
+
+def test_files_of_tls_that_cannot_be_used_leave_the_port_free(tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+    missing = HttpTls(tmp_path / "cert.pem", tmp_path / "key.pem")
+    options = {"threads": 1, "max_body_bytes": 1, "request_seconds": 1.0, "is_quick": bool}
+    with pytest.raises(OSError) as caught:
+        HttpPort(echo, "127.0.0.1", port, option="--port", tls=missing, **options)
+    socket.create_server(("127.0.0.1", port)).close()
+    del caught
