@@ -469,6 +469,7 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
         "CheckpointManager(",
     ),
     "a variable's name": (lambda: exporter.is_chief(_any("TF_CONFIG")), "environ='TF_CONFIG'", "is_chief()"),
+    "an end at no number": (lambda: StopAfterHook(float("nan")), "seconds=nan", "StopAfterHook(3600)"),
     "an end at a text": (lambda: StopAfterHook(_any("5")), "seconds='5'", "StopAfterHook(3600)"),
 }
 

@@ -36,6 +36,7 @@ tensorflow/python/ops/kv_variable_ops.py (where the initializer's value is made)
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -486,6 +487,8 @@ class AbsentKeys:
             try:
                 pattern = re.compile(text)
                 self._rules.append((pattern, float(number)))
+                if not math.isfinite(float(number)):
+                    raise ValueError(f"{number} is not finite")
             except (re.error, ValueError) as error:
                 raise UsageError(
                     f"--absent-key {text}={number}: expected a regular expression and a number",

@@ -6,6 +6,7 @@ it would be an AttributeError of a later stage.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import warnings
@@ -176,9 +177,9 @@ def number(name: str, given: Any, example: str) -> float:
     """Return the value as a float.
 
     Raises:
-        UsageError: it is no number.
+        UsageError: it is no number, or NaN; infinity may mean never.
     """
-    if isinstance(given, bool) or not isinstance(given, Real):
+    if isinstance(given, bool) or not isinstance(given, Real) or math.isnan(given):
         raise wrong(name, given, "a number", example)
     return float(given)
 

@@ -165,6 +165,16 @@ def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
     )
 
 
+def _require_numbers(context: Any, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for nan, and for inf unless the option's help names it; `context` is Click's."""
+    for one in context.command.params:
+        value = given.get(one.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            if value > 0 and "inf" in (one.help or "").split():
+                continue
+            raise UsageError(f"{max(one.opts, key=len)} {value} is not a number", hint="as in 0.5")
+
+
 def _source(context: Any, parameter: Any) -> str:
     return str(getattr(context.get_parameter_source(parameter.name), "name", ""))
 
@@ -243,6 +253,7 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
     def command(**given: Any) -> None:
         context = given[context_name] if context_name else given.pop(_CONTEXT)
         elsewhere = untyped(context, given)
+        _require_numbers(context, given)
         typed_words = {word: given[name] for name, word in words.items() if given[name] is not None}
         _TYPED.set({word: quoted(value) for word, value in typed_words.items()})
         found = {

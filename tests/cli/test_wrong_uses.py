@@ -40,6 +40,8 @@ WRONG = [
     (f"{EXPORT} --keep three", 2, "as in 3"),
     (f"{EXPORT} --keep", 2, "--keep N: Keep these versions, and remove others; repeatable: N, hourly=N"),
     (f"{EXPORT} --keep 0", 2, "as in --keep 1"),
+    (f"{EXPORT} --watch --interval nan", 2, "as in 0.5"),
+    ("serve-model status localhost --deadline inf", 2, "as in 0.5"),
     (f"{EXPORT} --incr --again", 2, "leave out --again"),
     (f"{EXPORT} --incr --despite deltas", 2, "leave out --despite deltas"),
     ("export-model --ckpt-dir train", 2, "export-model --ckpt-dir train --out MODEL --model WHAT"),

@@ -126,7 +126,10 @@ def test_more_workers_than_a_machine_has_room_for(engine: str) -> None:
     ("run", "option", "says"),
     [
         (dask.run, {"foo": "1"}, "Dask does not take --engine foo"),
-        (beam.run, {"stall": "soon"}, "stall=soon is not a number of seconds"),
+        *(
+            (beam.run, {"stall": text}, f"stall={text} is not a number of seconds")
+            for text in ("soon", "nan", "inf", "-1", "0")
+        ),
         (beam.run, {"results": "hdfs://a/b"}, "hdfs://a/b"),
         (beam.run, {"runner": "DataflowRunner"}, "where to put what they did"),
     ],

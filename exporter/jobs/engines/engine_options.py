@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Collection, Mapping
@@ -111,11 +112,14 @@ def require_short(path: str) -> None:
 
 
 def seconds(name: str, text: str) -> float:
-    """Return the value of the option `name` as a number of seconds; UsageError if it is not a number."""
+    """Return the value of the option `name` as a number of seconds; UsageError if it is not positive."""
     try:
-        return float(text)
-    except ValueError as error:
-        raise UsageError(f"--engine {name}={text} is not a number of seconds") from error
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise UsageError(f"--engine {name}={text} is not a number of seconds", hint="as in 900")
+    return found
 
 
 def place(name: str, text: str) -> str:
