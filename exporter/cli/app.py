@@ -90,7 +90,7 @@ class PlaceFlags(Struct, frozen=True):
     ] = None
 
     def both(self) -> tuple[Path, Path]:
-        """Return the checkpoint's path and the model's; raises UsageError if either is missing."""
+        """Return the checkpoint's path and the model's; UsageError if either is missing."""
         if self.ckpt_dir is None or self.out is None:
             missing = "--ckpt-dir" if self.ckpt_dir is None else "--out"
             raise UsageError(
@@ -153,17 +153,17 @@ class RunFlags(Struct, frozen=True):
 
     @property
     def takes_deltas(self) -> bool:
-        """True if the publication is a base or a delta."""
+        """True if the run publishes a base that takes deltas, or a delta."""
         return self.incr or bool(self.new_base)
 
     @property
     def publishes_deltas(self) -> bool:
-        """True if the publication is a delta, once there is a base."""
+        """True if the run publishes a delta, or a base as long as there is none."""
         return self.incr and "always" not in self.new_base
 
 
 def check_places(places: PlaceFlags, run: RunFlags, request: ExportRequest) -> None:
-    """Raise UsageError for options about one version that cannot be combined with deltas or a watch."""
+    """Raise UsageError for options that lack --incr, or that exclude the typed deltas or watch."""
     if alone := [when for when in run.new_base if when != "always" and not run.publishes_deltas]:
         raise UsageError(
             f"--new-base {alone[0]} goes with --incr", hint=f"add --incr, or leave out --new-base {alone[0]}"
@@ -209,7 +209,7 @@ NOTHING_TYPED = ExportRequest(Path(), Path(), updates=Updates())
 
 
 def refuse_root_options(context: typer.Context) -> None:
-    """Raise UsageError if options were typed before the subcommand; its hint corrects the command line."""
+    """Raise UsageError if options were typed before the subcommand; the hint corrects the command line."""
     given = [
         f"--{name.rstrip('_').replace('_', '-')}"
         for name, value in context.params.items()

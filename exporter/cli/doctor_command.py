@@ -118,10 +118,11 @@ def doctor(
 
 
 def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
-    """Ask the agent at `address` for its problems over HTTP, and yield those of a model as findings.
+    """Ask an agent over HTTP for its findings, and yield the problems and warnings of one model.
 
-    `model` is the name of the model. A failure to answer within `deadline` seconds is a finding, too, and so
-    are an answer of unknown form and a model that the agent does not keep.
+    `address` is the URL or HOST:PORT of its own port, `model` the model's name. A failure to answer within
+    `deadline` seconds is a finding, too, and so are an answer of unknown form and a model that the agent does
+    not keep; nothing is raised.
     """
     import json
     import urllib.request

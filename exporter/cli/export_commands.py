@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 
 def stand_by(role: Role, sink: Output) -> None:
-    """Print that this node of a cluster does not export, because it has `role`, and how to export anyway.
+    """Print that this node of a cluster does not export, because of its `role`, and how to export anyway.
 
-    The environment variable that says the role is named.
+    The text names the environment variable from which the role was read.
     """
     from exporter.cli.documents.exported import StandBy
 
@@ -70,9 +70,13 @@ def run_full(
 ) -> None:
     """Export the newest checkpoint, or each newest one while watching, and print the results.
 
-    With `dry_run` only the plan is printed. `target` carries the work to a store, `seen` records what a watch
-    does. Ctrl-C ends a watch. Raises ExportError if an export fails; of a checkpoint that is published
-    already this is printed instead.
+    A watch runs until its limit or Ctrl-C; it needs both `watching` and `seen`, the recorder of its metrics.
+    Without it, `dry_run` only prints the plan, and a checkpoint that is published already is printed as such,
+    without an error. `target` is the model, opened; its `carry` brings the publication to a store.
+
+    Raises:
+        ExportError: the export failed; in a watch only if neither time nor another checkpoint helps, or it
+            ends with a failed look. See errors.py.
     """
     from exporter.cli import render
     from exporter.graph.load import run_builders_once
@@ -103,7 +107,7 @@ def run_full(
 def published_already(
     request: ExportRequest, error: PublishedAlready, sink: Output, *, dry_run: bool
 ) -> None:
-    """Print that the checkpoint is published already, by the same plan, as `error` says.
+    """Print that the checkpoint is published already, by the same plan; `error` has that version.
 
     The newest version is printed, too, if it is another one, and the hold if there is one.
     """
@@ -134,9 +138,10 @@ def published_already(
 
 
 class RunOptions(Struct, frozen=True):
-    """The target of an incremental export, and what else it does; it runs once, unless it is `watching`.
+    """The opened model of an incremental export, and its further steps; without `watching` it runs once.
 
-    `servers` are asked to apply each publication; `seen` records what a watch does.
+    `full_on_mismatch`: publish a base where no delta fits; `rebase`: publish a merged base after each delta.
+    `servers` are asked to apply each publication; `seen` records a watch for its metrics.
     """
 
     target: OpenModel
@@ -148,15 +153,17 @@ class RunOptions(Struct, frozen=True):
 
 
 def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
-    """Publish the next delta, or the base, and print it; with `dry_run` only print the plan.
+    """Publish the next delta, or the first base, and print it; with `dry_run` only print the plan.
 
-    A watch runs until it ends.
+    Servers in `how` are asked to apply it, and are waited for. A watch continues until its limit or Ctrl-C,
+    and prints errors that may pass.
 
     Raises:
         UsageError: `--verify graph` is combined with `--watch` or `--new-base if-needed`.
         ModelHeld: the model is held, and `--new-base merged` would publish a base.
         NoNewBase: a delta is published, but `--new-base merged` failed.
         ExportError: the export failed; see errors.py.
+        OSError: nothing new was published, and `--new-base merged` failed.
     """
     if request.check_graph and (how.watching is not None or how.full_on_mismatch):
         raise UsageError(
@@ -191,8 +198,7 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
 
 
 def _once(request: ExportRequest, sink: Output, how: RunOptions) -> None:
-    """Publish, rebase if asked, and print one document of both, with the publication even if the rebase
-    fails.
+    """Publish, rebase if `how.rebase`, and print one document of both; also if the rebase fails.
 
     Raises NoNewBase if the rebase fails after a publication, otherwise the error of either: an ExportError,
     or an OSError of the rebase.
@@ -232,10 +238,10 @@ def _look(request: ExportRequest, sink: Output, how: RunOptions) -> Poll[Increme
 
 
 def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebased | None:
-    """Publish a new base with all deltas; None if the newest base is at the newest position.
+    """Publish a base that includes all deltas; None if the newest base is at the newest position.
 
-    `done` is what was published before. Raises NoNewBase if that fails after a delta was published; otherwise
-    the error itself, an ExportError or OSError.
+    `done` is the result of the export before. If the rebase fails, raises NoNewBase if that export published
+    something; otherwise the error itself, an ExportError or OSError.
     """
     from exporter.pipeline.rebase import rebase
     from exporter.publish.retention import Keep
@@ -255,9 +261,9 @@ def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebas
 
 
 def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output, how: RunOptions) -> None:
-    """Publish a new base while watching, after `done`, and print it; print an error that may pass, instead.
+    """Publish a base that includes all deltas, in a watch, and print it, or an error that the watch survives.
 
-    Raises the ExportError that only a person can repair.
+    `done` is the result of the export before. Raises the ExportError if only a person can repair it.
     """
     try:
         based = _rebase(request, done, how)
@@ -287,10 +293,11 @@ def _report(done: Incremental, sink: Output, how: RunOptions, based: Rebased | N
 def exported(
     done: ExportedDelta, sink: Output, servers: Servers = NOBODY, based: Rebased | None = None
 ) -> None:
-    """Print the result of an incremental export, after asking the named servers to apply it.
+    """Ask `servers` to apply an incremental export, wait for them, and print its result and theirs.
 
-    Waits for the servers; one that does not apply it is a warning, and so is an error after the delta was
-    published. `based` is the new base that was published with it, None without one.
+    A server that does not apply it is a warning, and so is an error after the delta was published. Servers
+    are asked even if nothing was published. `based` is the base that was published after the delta, None
+    without one.
     """
     plan = done.plan
     left_out, rounded = done.left_out, done.rounded
@@ -360,7 +367,7 @@ def _waited(published: PublishedDelta, since: datetime) -> str:
 
 
 def budget_used(found: Budgeted) -> str:
-    """Return a text for people on a delta's use of its budget: its size, and the share of changes sent."""
+    """Return a text for people on a delta's use of its budget: size, limit, and the share of changes sent."""
     return (
         f"{human_bytes(found.sent)} of {human_bytes(found.allowed)}; all changes would take "
         f"{human_bytes(found.changes)}; {found.share:.1%} of the change is sent"
@@ -379,9 +386,9 @@ def budget_exceeded(request: ExportRequest, found: Budgeted) -> str:
 
 
 def changed(rows: int, variables: int) -> str:
-    """Return a delta's contents in words, from the number of its rows and of the variables that it changes.
+    """Return a delta's contents in words, from the numbers of its rows and of its changed variables.
 
-    Without rows the variables are sent whole; with neither it is "no change".
+    With 0 rows the variables are sent whole; with 0 of both it is "no change".
     """
     if rows:
         return f"{count(rows, 'row')} in {count(variables, 'variable')}"
@@ -394,9 +401,9 @@ def _notified_text(one: Notified) -> str:
 
 
 def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
-    """Yield lines with the command that makes servers apply the delta, or the one that lifts the hold.
+    """Yield lines with the command that makes servers apply the delta, or about a hold and how to lift it.
 
-    Nothing is yielded if a server was notified (`is_told`) and nothing is held.
+    Nothing is yielded if a server was notified (`is_told`) and the log is not held.
     """
     hold = plan.log.hold.position
     if plan.log.hold.is_canary:

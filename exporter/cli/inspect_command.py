@@ -47,7 +47,10 @@ class ComparisonFlags(Struct, frozen=True):
     ] = None
 
     def request(self, ckpt_dir: Path) -> ExportRequest | None:
-        """Return the export whose names are to be compared, as a request; None without `--unmatched`."""
+        """Return the request of an export whose names are to be compared; None without `--unmatched`.
+
+        It reads `ckpt_dir`; its place to publish is not used.
+        """
         if self.unmatched is None:
             return None
         return ExportRequest(

@@ -246,7 +246,10 @@ def tag(
 def _require_one_use(
     model: Path, name: str | None, position: str | None, *, delete: bool, reason: str | None
 ) -> None:
-    """Raise UsageError for options of `tag` that belong to another use of it than the typed one."""
+    """Raise UsageError for arguments of `tag` that do not go together: to list, to set or to delete.
+
+    Without a `name`, tags are listed; `delete` deletes one; otherwise one is set to `position`.
+    """
     if name is None and (delete or reason is not None):
         given = "--delete" if delete else "--reason"
         raise UsageError(f"{given} needs a tag", hint=f"name it: export-model tag {quoted(model)} NAME")
@@ -343,7 +346,10 @@ def history(
 
 
 def positions(context: typer.Context, incomplete: str) -> list[str]:
-    """Return a shell's completions of a position, from the model that was typed before it; [] without one."""
+    """Return a shell's completions of a position, from the model that was typed before it; [] without one.
+
+    UsageError if the model is a malformed URL.
+    """
     words = (
         context.args
     )  # an option without its value ends Click's parsing: earlier words are still in `args`
@@ -352,7 +358,10 @@ def positions(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def states(incomplete: str) -> list[str]:
-    """Return a shell's completions of `MODEL@`: the model with each of its positions; [] before the @."""
+    """Return a shell's completions of `MODEL@`: the model with each of its positions; [] before the @.
+
+    UsageError if the model is a malformed URL.
+    """
     model, at, position = incomplete.rpartition("@")
     return [f"{model}@{each}" for each in _starting(position, _positions_of(model))] if at else []
 
@@ -364,7 +373,7 @@ def _starting(incomplete: str, found: list[str]) -> list[str]:
 def _positions_of(model: Any) -> list[str]:
     """Return the positions of a local model as text, the newest first, then tags and names as `@latest`.
 
-    Empty for a URL, None, or a model that cannot be read.
+    Empty for a URL, None, or a model that cannot be read; UsageError for a malformed URL.
     """
     if not model or Url.parse(str(model)) is not None:
         return []

@@ -48,7 +48,8 @@ class Servers(Struct, frozen=True):
 
         Raises:
             UsageError: TLS options exclude each other or are given without a server, or a file cannot be
-                read.
+                used.
+            LfsPointer: a file is a pointer of Git LFS.
         """
         if self.access == WITHOUT_TLS:
             return
@@ -59,11 +60,11 @@ class Servers(Struct, frozen=True):
         channel_credentials(self.access)
 
     def notify(self, model: str, position: int) -> list[Notified]:
-        """Ask all servers at once to update to a published position; wait, and return a result for each, in
-        order.
+        """Ask all servers to apply what is published; wait, and return a result for each, in order.
 
-        `model` is its name on the servers. At most 32 are asked at a time; one that did not answer is not
-        asked again for ten seconds. Failures are in the results, and no errors.
+        `model` is the model's name on the servers, `position` the published one, which each should reach. At
+        most 32 are asked at a time, and a call fails after 30 s. A server that did not answer is not asked
+        again for ten seconds. A failure is the `problem` of a result, not an exception. [] without servers.
         """
         if not self.addresses:
             return []

@@ -31,9 +31,9 @@ _BOX = re.compile(r"([0-9]+),([0-9]+)")
 
 
 def in_rows(name: str) -> str:
-    """Return the name of a variable's part as people write it: `items[0:4]` for `items[7 16 0,4:0,16]`.
+    """Return the name of a variable's part in slice notation: `items[0:4]` for `items[7 16 0,4:0,16]`.
 
-    A name of another form is returned as it is.
+    Trailing dimensions that are complete are left out. A name of another form is returned as it is.
     """
     found = _PART.fullmatch(name)
     if found is None:
@@ -46,7 +46,7 @@ def in_rows(name: str) -> str:
 
 
 def plan(planned: Plan, sink: Output) -> None:
-    """Print a plan, as `--dry-run` does: a JSON document or lines for people, and its notes.
+    """Print the plan of a full export: its notes, and a JSON document or lines for people.
 
     Raises MappingError or UsageError as `Plan.work`, before anything is printed.
     """
@@ -193,7 +193,7 @@ def _rewrite_text(source: TensorSource) -> str:
 
 
 def _shards(planned: Plan, shards: Iterable[ShardPlan]) -> Iterator[documents.Shard]:
-    """Yield documents of the shards that contain bytes of the checkpoint's files unchanged, in order."""
+    """Yield documents of those `shards` that contain bytes of the checkpoint's files unchanged, in order."""
     own = set(planned.catalog.shards)
     for shard in shards:
         if shard.source in own and shard.how is not ShardOrigin.REWRITTEN:
@@ -203,8 +203,9 @@ def _shards(planned: Plan, shards: Iterable[ShardPlan]) -> Iterator[documents.Sh
 
 
 def _data(shards: Iterable[ShardPlan]) -> Iterator[str]:
-    """Yield texts with number and bytes of shards by origin; shards of which little is kept are a group
-    apart.
+    """Yield a text with number and bytes of the shards for each origin, in the order of `ShardOrigin`.
+
+    Shards of which little is kept have a text of their own after the others of their origin.
     """
     groups: dict[tuple[ShardOrigin, bool], list[ShardPlan]] = defaultdict(list)
     for shard in shards:

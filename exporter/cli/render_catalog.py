@@ -31,8 +31,9 @@ def catalog_text(catalog: Catalog) -> str:
 
 
 def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
-    """Return the number of unserved tensors and their bytes, by the name of their kind; kinds without any are
-    absent.
+    """Return the number and bytes of unserved tensors by the name of their kind, in the order of ExtraKind.
+
+    Kinds without any are absent.
     """
     return {
         kind.value: TensorGroup(len(refs), sum(ref.bytes_ for ref in refs))
@@ -41,7 +42,10 @@ def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
 
 
 def kind_texts(extras: Iterable[Extra], other: str = "other") -> Iterator[str]:
-    """Yield a text for people about each kind of unserved tensors; the kind OTHER is called `other`."""
+    """Yield a text for people with number and bytes of each kind of unserved tensors, in ExtraKind's order.
+
+    The text calls the kind OTHER by the word `other`.
+    """
     for kind, refs in by_kind(extras).items():
         name = other if kind is ExtraKind.OTHER else kind.value + "s" * (len(refs) > 1)
         yield f"{len(refs)} {name} ({human_bytes(sum(ref.bytes_ for ref in refs))})"
@@ -56,5 +60,5 @@ def by_kind(extras: Iterable[Extra]) -> dict[ExtraKind, list[TensorRef]]:
 
 
 def line(label: str, text: str) -> str:
-    """Return a line of a result: a label in bold, and the escaped text in a column of its own."""
+    """Return a line of a result, with markup: a label in bold, and the escaped text in a second column."""
     return f"[bold]{label:<12}[/]{escape(text)}"

@@ -62,7 +62,7 @@ def _side(side: ComparedState) -> documents.Side:
 
 
 def _printable(found: DifferenceT) -> DifferenceT:
-    """Return a difference with None in place of NaN and infinity, which JSON cannot represent."""
+    """Return a difference with None for a norm or largest move of NaN or infinity, which JSON cannot hold."""
     return replace(found, norm=_if_finite(found.norm), largest=_if_finite(found.largest))
 
 

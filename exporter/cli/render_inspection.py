@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 
 def embedding_lines(table: EmbeddingTable) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for people about an embedding variable: size, then the spread of keys, if any."""
+    """Yield (label, text) for people about an embedding variable: size, then the spread of keys, if any.
+
+    The second label is empty.
+    """
     filtered = f", {table.filtered_keys} more filtered" if table.filtered_keys else ""
     parts = f", {table.parts} parts" if table.parts > 1 else ""
     slots = f", slots {', '.join(table.slots)}" if table.slots else ""
@@ -65,7 +68,10 @@ _LIKELY_SHOWN = 6
 
 
 def inspected(found: Inspection, sink: Output, *, tensors: bool) -> None:
-    """Print a checkpoint, graph, version or model; `tensors` adds a row per tensor, except of a model."""
+    """Print a checkpoint, graph, version or model; with `tensors` also each tensor, except of a model.
+
+    A note tells if a checkpoint's embedding variables cannot be read.
+    """
     document, lines = _inspection(found, tensors=tensors)
     if isinstance(found, CheckpointView) and found.problem is not None:
         sink.note(f"note: its embedding variables cannot be read: {found.problem.message}")
@@ -215,9 +221,9 @@ def compared(found: Unmatchable, sink: Output) -> None:
 
 
 def _two_lists(left: Unmatched) -> Iterator[str]:
-    """Yield lines with variables at the left and tensors at the right, each sorted by shape.
+    """Yield lines with unmatched variables at the left and tensors at the right, each sorted by shape.
 
-    So probable partners are near each other. Nothing if both are empty.
+    So probable partners are near each other. Nothing is yielded if both are empty.
     """
     ours = [
         (v.full_shape, f"{v.key} {_typed(v.dtype, v.full_shape)}")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def merged(done: Merged | None, sink: Output, *, dry_run: bool) -> None:
-    """Print a merger, or with `dry_run` the plan of one; None as `done`: there is nothing to merge.
+    """Print a merger of deltas, or with `dry_run` its plan; None as `done`: there is nothing to merge.
 
     A plan has no size yet. Warnings of the publication are printed, too.
     """
@@ -65,9 +65,10 @@ def _met(meets: Sequence[str]) -> list[str]:
 
 
 def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> None:
-    """Print a new base, or the plan of one; None as `done`: the newest base is at the newest position.
+    """Print a new base, or with `dry_run` its plan; None as `done`: a base is at the newest position already.
 
-    A plan has no removed versions: these are decided when the base is published.
+    A plan has no removed versions: these are decided when the base is published. Warnings of the publication
+    are printed, too.
     """
     if done is None:
         document = Rebase(dry_run=dry_run, status=Status.NOTHING_TO_DO)
@@ -101,7 +102,7 @@ def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> Non
 
 
 def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
-    """Print a rollback or resumption, or the plan of one, and warnings of its publication."""
+    """Print a rollback or resumption, or with `dry_run` its plan, and warnings of its publication."""
     status, lines = Status.NOTHING_TO_DO, _nothing_held(done)
     if done.was_held:
         status = _status(dry_run) if dry_run or done.published is not None else Status.HOLD_LIFTED
@@ -136,7 +137,7 @@ def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
 
 
 def _why_base(done: RollbackResult) -> list[str]:
-    """Return the line that says why a new base restores the values, in a list; empty if none does."""
+    """Return the line about the new base that restores the values, in a list; [] if they need no base."""
     if done.made is None or done.made.value != "base":
         return []
     return [labelled("a new base", f"the log of position {done.values_of} has ended: servers load it")]
@@ -167,15 +168,16 @@ def _nothing_held(found: RollbackResult) -> list[str]:
 
 
 def _warn(published: PublishedDelta | PublishedVersion | None, sink: Output) -> None:
-    """Print the publication's warnings, errors that came after it; nothing without a publication."""
+    """Print the warnings of a publication: errors that came after it. Nothing for None."""
     for warning in () if published is None else published.warnings:
         sink.warn(warning.message)
 
 
 def verified(found: VerifiedModel, sink: Output, *, says_model: bool = False) -> None:
-    """Print a model's publications and problems; with `says_model` also its identity.
+    """Print counts and problems of a verified model.
 
-    The lines leave out the first problem: the caller raises it.
+    With `says_model`, the lines for people name its identity. They leave out the first problem: the caller
+    raises it.
     """
     deltas = len(found.log.deltas) if found.log else 0
     document = documents.Verification(
@@ -238,7 +240,7 @@ def tagged(done: Tagging, sink: Output, *, dry_run: bool) -> None:
 
 
 def tags(found: Sequence[ListedTag], model: Path | Url, sink: Output) -> None:
-    """Print the tags of a model, which the document names by its path or URL, or that there are none."""
+    """Print the tags of a model, or that there are none; the document names the model as `model`."""
     sink.result(documents.Tags(str(model), found), [] if found else [labelled("tags", "none")])
     if not found:
         return
@@ -254,8 +256,8 @@ def tags(found: Sequence[ListedTag], model: Path | Url, sink: Output) -> None:
 def history(found: Model, sink: Output, last: int | None, *, changes: bool = False) -> None:
     """Print a model's publications, all or the `last` ones; with `changes` also the changes of each delta.
 
-    None or 0 as `last` means all. Who published each is a column of the table if it was not the same user of
-    the same machine.
+    None or 0 as `last` means all. The table has a column with the publishers (user and machine) if there are
+    several. With `changes`, files of the deltas are read; changes that cannot be read are left out.
     """
     events = found.publications[-last:] if last else found.publications
     if changes:
@@ -289,9 +291,10 @@ def history(found: Model, sink: Output, last: int | None, *, changes: bool = Fal
 
 
 def _with_changes(found: Model, event: Event) -> Event:
-    """Return the event with its delta's changes, read from its files; as it is if they cannot be read.
+    """Return an event with the changes of its delta, which are read from the delta's files.
 
-    Events that are not deltas of the current log are returned as they are.
+    An event that is not a delta of the current log is returned as it is, and so is one whose files cannot be
+    read.
     """
     from exporter.publish.what_changed import what_changed
 
@@ -326,7 +329,7 @@ def _history_lines(found: Model, shown: int) -> Iterator[str]:
 
 
 def _tag(found: ListedTag) -> str:
-    """Return a tag with its position as text, and whether that position is gone."""
+    """Return a text for people on a tag: name and position, and a note if the position is gone."""
     keeps = "" if found.keeps is None else f", but keeps version {found.keeps}"
     return f"{found.name} {found.position}" + (f" (gone{keeps})" if found.gone else "")
 
@@ -367,7 +370,7 @@ def _notes(event: Event) -> Iterator[str]:
 
 
 def _standing(event: Event) -> Iterator[str]:
-    """Yield texts on what a publication was trained on, and on its mergers, tags, hold and log."""
+    """Yield texts on the time of a publication's newest training event, its merger, tags, hold and log."""
     if event.event_time is not None:
         yield f"trained on events up to {in_utc(event.event_time):%Y-%m-%d %H:%M:%S}"
     if event.merged_into is not None:

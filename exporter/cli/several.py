@@ -30,7 +30,7 @@ _LONGEST_LINE = 16 << 20  # a longer one is printed in pieces
 
 
 class SomeFailed(ExportError):
-    """Some exports of a file of models failed; the exit code is that of the first one."""
+    """Some exports of a file of models failed; the exit code is the first failed one's."""
 
     default_hint = "run the command again for one: export-model --config FILE#NAME"
 
@@ -47,8 +47,8 @@ def run_all(
     """Export each model of a file, `config`, in a process of its own, and print their output.
 
     `models` has the options of each model by name; `arguments` are the words of this command line, which the
-    processes get without `--config`. With `watch` the processes run in parallel until all end, otherwise one
-    after another.
+    processes get without `--config`. With `watch` the processes run in parallel, and this waits until all
+    end; otherwise one after another, also after a failure.
 
     Raises:
         UsageError: two models would be published to the same place; `out`, if given, counts for all of them.
@@ -133,11 +133,11 @@ def _watch(commands: dict[str, list[str]], *, as_json: bool) -> list[ModelRun]:
 
 
 def _relay(name: str, source: IO[bytes], target: IO[str], turn: threading.Lock, as_json: bool) -> None:
-    """Print the lines of a process with its model's name before each, until its output ends.
+    """Print the lines of a process, `source`, to `target` with the model's name before each, until its end.
 
-    With `as_json`, a JSON document gets the name as its first field instead. `turn` is held while a line is
-    written, so that lines of several processes do not mix. Errors of printing are ignored: a process whose
-    output is not read would block for ever.
+    With `as_json`, a line that is a JSON object gets the name as its first field instead. `turn` is held
+    while a line is written, so that lines of several processes do not mix. Errors of printing are ignored: a
+    process whose output is not read would block for ever.
     """
     for line in iter(partial(source.readline, _LONGEST_LINE), b""):
         document = _document(line) if as_json else None
@@ -158,12 +158,12 @@ def _document(content: bytes) -> Any:
 
 
 def _start(started: list[subprocess.Popen[bytes]], command: list[str], **streams: Any) -> Any:
-    """Start a process, append it to `started`, and return it; its stdin is empty, and SIGINT is blocked in
-    it.
+    """Start a process, append it to `started`, and return it.
 
-    `streams` are `stdout` and `stderr` as for Popen. A terminal sends Ctrl-C to all processes. Together with
-    the SIGTERM of `_running`, it would interrupt the work twice, the second time during the clean-up. Raises
-    OSError if it cannot be started.
+    Its stdin is empty, SIGINT is blocked in it, and it does not get EXPORT_MODEL_CONFIG. `streams` are
+    `stdout` and `stderr` as for Popen. A terminal sends Ctrl-C to all processes: together with the SIGTERM of
+    `_running`, it would interrupt the work twice, the second time during the clean-up. Raises OSError if the
+    process cannot be started.
     """
     environment = {name: value for name, value in os.environ.items() if name != "EXPORT_MODEL_CONFIG"}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -176,7 +176,7 @@ def _start(started: list[subprocess.Popen[bytes]], command: list[str], **streams
 
 @contextmanager
 def _running() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Yield a list to append processes to; if the block raises, send them SIGTERM, and wait for them."""
+    """Yield an empty list for processes; if the block raises, send them SIGTERM, and wait until they end."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         yield processes

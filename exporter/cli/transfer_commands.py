@@ -56,7 +56,10 @@ def push(
 
 
 def _require_order(command: str, model: Path, url: str) -> None:
-    """Raise UsageError for a model and a URL in the wrong order, or two URLs; `command` is push or pull."""
+    """Raise UsageError for a model and a URL in the wrong order, two URLs, or a malformed URL.
+
+    `command` is push or pull, for the hint.
+    """
     stored = Url.parse(str(model))
     if stored is None:
         return
@@ -101,7 +104,7 @@ def _status(*, dry_run: bool) -> Status:
 
 
 class LookFlags(Struct, frozen=True):
-    """Whether `pull` keeps running, and how often it reads the store."""
+    """Options for a `pull` that keeps running, and the time between two looks into the store."""
 
     watch: Annotated[bool, Option("Keep running: fetch new publications of the store.")] = False
     interval: Annotated[

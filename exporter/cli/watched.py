@@ -89,15 +89,15 @@ class Watched:
         self._divided: dict[str, float] = {}
 
     def look_back(self) -> None:
-        """Read when the model was last published before this watch began, and record that if it is known."""
+        """Read from the model when it was last published, and record that time; none if it is unknown."""
         times = [event.created for event in Model.look(self._model).publications if event.created]
         self._latest = max(times, default=None)
 
     def looked(self, error: ExportError | None) -> None:
-        """Record the end of a look, and write the heartbeat.
+        """Record the end of a look for the metrics, and write the heartbeat.
 
-        `error` is why the look failed; None if it published all that the trainer has finished. An error that
-        may pass does not count as a failure.
+        `error` is the reason why the look failed; None if it published all that the trainer has finished. An
+        error that may pass does not count as a failure.
         """
         with self._lock:
             self._failing = "" if error is None or error.may_pass else type(error).__name__
@@ -111,7 +111,10 @@ class Watched:
         self.beat(force=True)
 
     def published(self, manifest: Manifest) -> None:
-        """Count a publication, its rows and its bytes; of a delta also record the rows that it leaves out."""
+        """Count a publication, given its manifest, with its rows and bytes, and record its time and step.
+
+        Of a delta, also the rows that it leaves out and the use of its budget are recorded.
+        """
         entry = manifest.incremental
         kind = "version" if entry is None else "delta" if isinstance(entry, DeltaEntry) else "base"
         with self._lock:
@@ -122,8 +125,9 @@ class Watched:
             self._divided = dict(_divided(entry)) if isinstance(entry, DeltaEntry) else {}
 
     def beat(self, *, force: bool = False) -> None:
-        """Write the heartbeat file, if there is one: at most once a second unless `force`; errors are
-        ignored.
+        """Write the heartbeat file, if there is one: at most once a second unless `force`.
+
+        Errors of writing are ignored.
         """
         now = time.monotonic()
         if self._heartbeat is None or not (force or now - self._beaten >= _BEAT_S):
@@ -133,7 +137,7 @@ class Watched:
             _write(self._heartbeat)
 
     def progress(self, show: ProgressFactory) -> ProgressFactory:
-        """Return a factory of the same progress bars, which also write the heartbeat as they advance."""
+        """Return a factory of the progress bars of `show` that also write the heartbeat as they advance."""
 
         @contextmanager
         def beating(label: str, total: int) -> Iterator[Progress]:
@@ -144,7 +148,7 @@ class Watched:
         return beating
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics as families of prometheus_client, which calls this for each page."""
+        """Yield the watch's metrics, as families of prometheus_client, which calls this for each page."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
@@ -217,10 +221,10 @@ def _write(file: Path) -> None:
 
 @contextmanager
 def watched(model: Path, sink: Output, metrics_port: str, heartbeat_file: str) -> Iterator[Watched]:
-    """Serve metrics and write the heartbeat inside the block; yield the recorder of the watch.
+    """Serve metrics inside the block, and yield the recorder of the watch, which writes the heartbeat.
 
     `metrics_port` and `heartbeat_file` are as typed; an empty one means no port, or no file. The file is
-    written once at the beginning. The address of the metrics is printed.
+    written once at the beginning. The address of the metrics is printed. `model` is the model's path.
 
     Raises:
         UsageError: the port or the file cannot be used, or the libraries of a port are not installed.
