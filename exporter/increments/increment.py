@@ -24,12 +24,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import asdict
 
-from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.tensor_bundle import memory_map, read_catalog
+from exporter.catalog import Catalog
+from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.delta.table_changes import KeyedChange, KeyedRows
 from exporter.errors import CorruptFile, UnsupportedFormat
@@ -42,7 +41,7 @@ from exporter.increments.changed_tables import (
 )
 from exporter.increments.trained import CheckpointId as CheckpointId
 from exporter.storage.layout import DELTA_NAME
-from exporter.wire.dtypes import Array, DType
+from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import (
     Count,
     DocumentError,
@@ -283,30 +282,6 @@ def _changed(document: VariableDocument, path: Path) -> Changed:
 
 def _damaged(path: Path, cause: str) -> CorruptFile:
     return CorruptFile(f"{path} is damaged", cause=cause)
-
-
-def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
-    """Return the rows of a tensor with the numbers `ids`, in the order of `ids`; checksums are not verified.
-
-    The tensor is stored whole or in slices of whole rows. `ids` must be within its rows. Raises CorruptFile
-    if it is sliced in another way or some of the rows are not stored, UnsupportedFormat for strings,
-    CheckpointChanged if a shard vanished or shrank, CheckpointError if it cannot be read.
-    """
-    if ref.extent is not None:
-        return np.asarray(memory_map(catalog, ref)[ids])
-    rows = np.empty((len(ids), *ref.shape[1:]), ref.dtype.numpy)
-    found = np.zeros(len(ids), bool)
-    for part in ref.slices:
-        if part.extent is None or part.spec.lengths[1:] != ref.shape[1:]:
-            raise CorruptFile(f"{catalog.prefix}: {ref.name!r} is not stored in slices of whole rows")
-        start = part.spec.starts[0]
-        inside = (ids >= start) & (ids < start + part.spec.lengths[0])
-        if inside.any():
-            rows[inside] = memory_map(catalog, ref, part)[ids[inside] - start]
-            found |= inside
-    if not found.all():
-        raise CorruptFile(f"{catalog.prefix}: rows of {ref.name!r} are not stored")
-    return rows
 
 
 def _change(catalog: Catalog, changed: Changed) -> Change:

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from exporter.catalog import Catalog, TensorRef
+from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.embedding_variables import KEYS, ROWS, VALUES, embedding_variables
 from exporter.checkpoint.identity import index_digest
 from exporter.checkpoint.locate import candidates
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.errors import CheckpointError, PublishError
+from exporter.checkpoint.tensor_values import checked_map
+from exporter.errors import CheckpointError, CorruptFile, PublishError
 from exporter.increments.history import History, read_history
-from exporter.increments.increment import rows_of
 from exporter.storage.files import sync, writing
 from exporter.tables.integer_sets import among
 from exporter.training import trainer_side
@@ -90,24 +90,24 @@ class Store(trainer_side.Store):
 
 
 class CatalogSource(trainer_side.Source):
-    """The values of a full checkpoint, whose tables are mapped into memory."""
+    """The values of a full checkpoint, whose tables are mapped into memory, each verified once."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
+        self._maps: dict[Extent | None, Array] = {}
 
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Array | None) -> Any:
         """Yield the values of rows of a part, or of all (None), as one piece.
 
         A checkpoint holds only the rows of a table by keys that are in use: `rows` must be among them, and
-        with None the others are 0. Rows of other tables are mapped, and their checksums are not verified.
-        During the iteration: CorruptFile if slices are missing or another checksum is wrong,
-        CheckpointChanged if a shard is gone, other CheckpointErrors if it cannot be read, KeyError if the
-        checkpoint lacks the variable.
+        with None the others are 0. During the iteration: CorruptFile if slices are missing or a checksum is
+        wrong, CheckpointChanged if a shard is gone or was written to, other CheckpointErrors if it cannot be
+        read, KeyError if the checkpoint lacks the variable.
         """
         if tracked.is_keyed:
             ref, used = self._part(tracked, VALUES), self._table(tracked, ROWS)
             if rows is not None:
-                yield rows_of(self._catalog, ref, np.searchsorted(used, rows))
+                yield self._rows_of(ref, np.searchsorted(used, rows))
                 return
             whole = np.zeros(tracked.shape, tracked.numpy)
             whole[used] = read_array(self._catalog, ref)
@@ -119,7 +119,7 @@ class CatalogSource(trainer_side.Source):
             ref = TensorRef(ref.name, ref.dtype, tracked.shape, stored.extent)
         if part.shape and part.shape[1:] == tracked.shape[1:]:
             wanted = np.arange(part.rows) if rows is None else rows
-            yield rows_of(self._catalog, ref, wanted + part.offset)
+            yield self._rows_of(ref, wanted + part.offset)
         else:
             box = tuple(slice(at, at + size) for at, size in zip(part.starts, part.shape, strict=True))
             yield read_array(self._catalog, ref)[box]
@@ -134,6 +134,39 @@ class CatalogSource(trainer_side.Source):
         rows = self._table(tracked, ROWS)
         found = ids[among(ids, rows)]
         return found, self._table(tracked, KEYS)[np.searchsorted(rows, found)]
+
+    def _rows_of(self, ref: TensorRef, ids: Array) -> Array:
+        """Return the rows of a tensor with the numbers `ids`, in the order of `ids`.
+
+        The tensor is stored whole or in slices of whole rows. `ids` must be within its rows. Raises
+        CorruptFile if it is sliced in another way, some of the rows are not stored or a checksum is wrong,
+        UnsupportedFormat for strings, CheckpointChanged if a shard vanished or was written to,
+        CheckpointError if it cannot be read.
+        """
+        if ref.extent is not None:
+            return np.asarray(self._map(ref)[ids])
+        rows = np.empty((len(ids), *ref.shape[1:]), ref.dtype.numpy)
+        found = np.zeros(len(ids), bool)
+        for part in ref.slices:
+            if part.extent is None or part.spec.lengths[1:] != ref.shape[1:]:
+                raise CorruptFile(
+                    f"{self._catalog.prefix}: {ref.name!r} is not stored in slices of whole rows"
+                )
+            start = part.spec.starts[0]
+            inside = (ids >= start) & (ids < start + part.spec.lengths[0])
+            if inside.any():
+                rows[inside] = self._map(ref, part)[ids[inside] - start]
+                found |= inside
+        if not found.all():
+            raise CorruptFile(f"{self._catalog.prefix}: rows of {ref.name!r} are not stored")
+        return rows
+
+    def _map(self, ref: TensorRef, part: SliceRef | None = None) -> Array:
+        # An increment gets new checksums: rows that were not verified would look right in it for ever.
+        extent = ref.extent if part is None else part.extent
+        if extent not in self._maps:
+            self._maps[extent] = checked_map(self._catalog, ref, part)
+        return self._maps[extent]
 
     def _table(self, entry: VariableTracking, part: str) -> Array:
         return read_array(self._catalog, self._part(entry, part))

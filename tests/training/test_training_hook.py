@@ -24,6 +24,7 @@ from exporter.training import (
 )
 from exporter.training.store import Store
 from tests.support.increments import apply_increments, differing, full, starts, values_of
+from tests.support.logs import damage_tensor
 from tests.support.training_graphs import LAZY, OPTIMIZERS, Training, two_towers, v1
 
 
@@ -200,6 +201,20 @@ def test_full_checkpoints_of_a_hook_that_comes_after_are_marked(
         assert marked >= {path.stem for path in tmp_path.glob("*.index")}
         assert_exact(training, final)
     assert len({stored.increment.run for stored in history.increments}) == 1
+
+
+@pytest.mark.parametrize("name", ["table", "shared"])
+def test_rows_of_a_damaged_full_checkpoint_get_no_right_checksum_in_an_increment(
+    tmp_path: Path, name: str
+) -> None:
+    training = Training(tmp_path, two_towers("sgd", True), save_checkpoint_steps=10)
+    is_refused = pytest.raises(CorruptFile, match=f"model.ckpt-10.data.* is damaged at '.*{name}'")
+    with is_refused, training.session() as (session, train_op):
+        for _ in range(10):
+            session.run(train_op)
+        stored = next(n for n in read_catalog(tmp_path / "model.ckpt-10").tensors if n.endswith(name))
+        damage_tensor(tmp_path / "model.ckpt-10", stored)
+    assert max(stored.increment.to_step for stored in read_history(tmp_path).increments) < 10
 
 
 def test_a_clean_restart_continues_the_run(tmp_path: Path) -> None:
