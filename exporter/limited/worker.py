@@ -95,7 +95,7 @@ def worker(work: LimitedWork, descriptor: int | None = None) -> Iterator[Worker]
 def _take(work: LimitedWork) -> Worker | None:
     """Return the program's idle process, no longer kept, if it does this work.
 
-    Otherwise return None; an idle process that does other work stays kept.
+    Otherwise return None; an idle process that does not do this work stays kept.
     """
     found = _idle.pop(work.program, None)
     if found is None or found.does(work):

@@ -482,7 +482,7 @@ def log_of(model: Path, versions: Sequence[VersionDir]) -> DeltaLog:
 
 
 def logs_of(model: Path, versions: Sequence[VersionDir]) -> tuple[DeltaLog, ...]:
-    """Return the logs of which a base is among a model's versions, the newest version's log first.
+    """Return the logs that have a base among a model's versions, the newest version's log first.
 
     `versions` are as `version_dirs` lists them; those that take no deltas, or have a damaged or untrusted
     manifest, are skipped, as are logs whose directory cannot be listed. The `base` of each log is the newest

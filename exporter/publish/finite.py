@@ -41,14 +41,16 @@ def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hin
 
 
 def require_base_finite(catalog: Catalog) -> None:
-    """Refuse a new base with NaN or infinity, by its bundle's catalog: its model would refuse deltas with it.
+    """Refuse a new base that holds NaN or infinity; `catalog` is its bundle's.
 
-    Every floating-point value is read; checksums are not verified.
+    Its model would refuse deltas with such values. Every floating-point value is read; checksums are not
+    verified.
 
     Raises:
         NotFinite: a tensor holds NaN or infinity.
         CheckpointChanged: the trainer removed a shard meanwhile.
         CheckpointError: a shard cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     for name, ref in catalog.tensors.items():
         for part in ref.slices or (None,) if ref.dtype.is_floating else ():
@@ -79,7 +81,7 @@ def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hi
 
 
 def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
-    """The numbers of the rows that are NaN or infinite at the end of a run of deltas, by variable name.
+    """The numbers of the rows that hold NaN or infinity after a run of deltas, by variable name.
 
     `run` is oldest first. The numbers (int64) are ascending; the number of a variable that is not a table is
     0. Variables without such rows are left out. A delta that is marked as checked is read only while a row
@@ -106,7 +108,7 @@ def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
 
 
 def unchecked(deltas: Sequence[LogDelta]) -> tuple[LogDelta, ...]:
-    """The deltas, in the given order, that were not checked for finite values and that no checked one spans.
+    """The deltas that were not checked for finite values and that no checked delta spans, in their order.
 
     ManifestError if a manifest cannot be read.
     """

@@ -259,11 +259,11 @@ class Release(Protocol):
 def code_of(
     served: Distance, model: Release, limits: Limits, error: str, *, is_loading: bool
 ) -> tuple[Code, str]:
-    """The state of a server by the version that answers its requests, and why; "" if the code says it all.
+    """The state of a server, judged by the version that answers its requests, and the reason.
 
-    `served` is that version, `model` the published model, and `limits` says after how long a server is late.
-    `error` is the failure of its last update, empty without one. `is_loading`: another version is about to be
-    available.
+    The reason is "" if the code says it all. `served` is that version, `model` the published model, and
+    `limits` says after how long a server is late. `error` is the failure of its last update, empty without
+    one. `is_loading`: another version is about to be available.
     """
     is_of_log = served.position is not None and served.behind_deltas is not None
     at = served.position if served.position is not None else served.number
@@ -418,9 +418,10 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
 
 
 def _to_start(model: Model, server: Server, cause: str) -> str:
-    """The command for a server that does not answer: it starts one on this machine, or examines another.
+    """The command to type next for a server that does not answer.
 
-    `cause` is the error of the call: if a host's name was not resolved, the command looks that up.
+    It starts a server if the address is on this machine, and asks for the server's status otherwise. `cause`
+    is the error of the call: if the host's name was not resolved, the command looks the name up.
     """
     host, _, port = server.address.rpartition(":")
     if "resolv" in cause or "lookup" in cause:

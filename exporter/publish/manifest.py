@@ -221,7 +221,7 @@ class LinkedFile(Struct, frozen=True):
         return cls(found.st_ino & _INODE_BITS, found.st_nlink, found.st_mtime_ns, found.st_ctime_ns)
 
     def is_written(self, found: os.stat_result) -> bool:
-        """True if the file with status `found` is the recorded one, with another modification time than then.
+        """True if the file with status `found` is the recorded one and its modification time has changed.
 
         False for a copy, which is another file.
         """

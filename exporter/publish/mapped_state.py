@@ -58,8 +58,8 @@ def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool])
     """Have the kernel read the tables in the directory `version` in advance.
 
     `record` has the tables. Return the number of bytes requested. `goes_on` is called before each step of 128
-    KiB; False ends it early. At most half of the available memory is requested: more would push out what is
-    being served.
+    KiB; False ends it early. At most half of the available memory is requested, and nothing if that is
+    unknown: more would push out what is being served.
 
     Raises:
         OSError, ManifestError: a file is missing, or its name is not below the version.

@@ -349,9 +349,10 @@ class _Known(Struct):
         )
 
     def forget_all_but(self, lineages: Collection[str]) -> None:
-        """Forget the deltas of all logs but these, and publication times of logs without a remembered base.
+        """Forget the deltas of all logs but `lineages`.
 
-        KeyError if one of `lineages` was not read by `log` before.
+        The publication times of other logs are forgotten, too, if no base of the log is remembered. KeyError
+        if one of `lineages` was not read by `log` before.
         """
         self.deltas = {lineage: self.deltas[lineage] for lineage in lineages}
         self.commits = {
@@ -494,7 +495,7 @@ class Model(Struct, frozen=True, dict=True):
 
     @classmethod
     def history(cls, path: Path) -> Model:
-        """Read the model and the manifests of all its publications, which `publications` and `at` then have.
+        """Read the model and all its manifests now, so that `publications` and `at` read nothing later.
 
         Raises:
             NotUpdatable: nothing is published.

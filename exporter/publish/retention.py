@@ -285,7 +285,8 @@ def _created(delta: LogDelta) -> float:
 def _in_grace(successor: VersionDir, now: float, grace_seconds: float) -> str:
     """The reason to keep the version before `successor` for now; empty if it need not be kept.
 
-    It is superseded by the publication of `successor`. `now` is in seconds since 1970.
+    It is superseded by the publication of `successor`. `now` is in seconds since 1970. CheckpointError if the
+    manifest of `successor` cannot be fetched.
     """
     if grace_seconds <= 0:
         return ""

@@ -51,7 +51,7 @@ class Spared(Struct, frozen=True):
 
 
 def note(model: Path, spared: Spared) -> None:
-    """Keep in a file of the copy `model` why it fetched its newest base.
+    """Write into a file of the copy `model` why the copy fetched its newest base.
 
     Without a reason in `spared`, the file of an earlier base is removed.
 
@@ -67,7 +67,7 @@ def note(model: Path, spared: Spared) -> None:
 
 
 def noted(model: Path) -> Spared | None:
-    """Return the note why a copy fetched its newest base; None if it did not have to, or is not a copy.
+    """Return the note that `note` wrote into a copy; None if the copy has none, or is not a copy.
 
     Raises:
         ManifestError: the note is damaged, or cannot be read.

@@ -179,8 +179,8 @@ def compare_outputs(
     this waits for.
 
     Raises:
-        VerificationError: a difference above `tolerance`, an answer that is not a number, no input can be
-            made up for a signature, or a graph that cannot be run.
+        VerificationError: a difference is above `tolerance`, an answer has another shape or type or is
+            not a number, no input can be made up for a signature, or a graph cannot be run.
         AccessRefused: the source graph does more than compute and read, and its code is not trusted; or
             it may not read a file.
         NotServable: a function of the source graph calls itself, or functions nest too deeply.
@@ -352,9 +352,10 @@ def _in_parts(
 ) -> Feeds:
     """Return the answer to a request by output name, asked in parts of exactly `rows` rows.
 
-    With `rows` None, or if it has `rows` rows, the request is asked whole. The last part is padded; its
-    surplus answers are cut off. `fixed` is fed besides the request. Raises RunFailed if TensorFlow refuses,
-    Ended if its process ends, VerificationError for a signature that does not exist or a fixed batch size.
+    With `rows` None, or if it has `rows` rows or its inputs differ in rows, the request is asked whole. The
+    last part is padded; its surplus answers are cut off. `fixed` is fed besides the request. Raises RunFailed
+    if TensorFlow refuses, Ended if its process ends, VerificationError for a signature that does not exist or
+    a fixed batch size.
     """
     parts = [*_parts(request, rows)]
     answers = [_answer(session, signatures, part, fixed) for part in parts]

@@ -133,7 +133,7 @@ def verify_bytes(
 
     With `shards` only the bytes of these files. Strings are always read. It waits for all tasks; `progress`
     advances by the bytes read. Return the number of bytes compared, with those that have passed; dtypes
-    without a known form have no checksums.
+    without a known form have no checksums, and are not compared.
 
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or cannot be read.
