@@ -145,7 +145,7 @@ class Calls:
         return response
 
     def within(self, timeout_ms: int | None) -> Inference:
-        """Return the inference settings with a time limit for a request; None sets no limit."""
+        """Return the inference settings with `timeout_ms` as a request's time limit; None sets no limit."""
         return replace(self.how, timeout_ms=timeout_ms)
 
     def _infer(self, run: Run, response: Proto, request: Proto, timeout_ms: int | None) -> Proto:

@@ -294,12 +294,17 @@ def update(
 
 
 def _position(named: str, published: Path | None, trusting: Trusting) -> int:
-    """Return the position that `--up-to` names: a number as it is, -1 (the newest) included.
+    """Return the position in the value `named` of `--up-to`: a number, or a name in the model at `published`.
 
-    Another name is looked up in the model at `published`, of which with trusted keys only signed publications
-    count. UsageError if `published` is None, the name is malformed, or a key cannot be used; PositionUnknown
-    if the model has no such name, NotUpdatable if nothing is published; NotTrusted, ManifestError,
-    CheckpointError, PublishError, PositionMoved or OSError if the model cannot be read.
+    -1, the newest position, is returned as -1. With trusted keys only signed publications count.
+
+    Raises:
+        UsageError: `named` is a name and `published` None, the name is malformed or a tag, which keys do not
+            sign, or a key cannot be used.
+        PositionUnknown: the model has no such position.
+        NotUpdatable: nothing is published there.
+        NotTrusted, ManifestError, CheckpointError, PublishError, PositionMoved, OSError: the model cannot be
+            read.
     """
     if re.fullmatch("-1|[0-9]{1,18}", named, re.ASCII):
         return int(named)
@@ -319,9 +324,13 @@ def _position(named: str, published: Path | None, trusting: Trusting) -> int:
 def _trusted(published: Path | None, trusting: Trusting) -> Iterator[PublishedModel]:
     """Yield the model at `published`, with the publications signed by trusted keys only.
 
-    The keys are in force in the whole process until the block ends. UsageError if `published` is None or a
-    key cannot be used; NotUpdatable if nothing is published; NotTrusted, ManifestError, CheckpointError,
-    PublishError, PositionMoved or OSError if the model cannot be read.
+    The keys are in force in the whole process until the block ends.
+
+    Raises:
+        UsageError: `published` is None, or a key cannot be used.
+        NotUpdatable: nothing is published there.
+        NotTrusted, ManifestError, CheckpointError, PublishError, PositionMoved, OSError: the model cannot be
+            read.
     """
     from exporter.publish.model import Model
     from exporter.transfer.opened import opened

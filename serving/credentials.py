@@ -47,7 +47,7 @@ def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str
 def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
     """Return the credentials of a client's channel; None without TLS.
 
-    All files are read now, so that errors come early; that of a token is read again for each call.
+    All files of `access` are read now, so that errors come early; a token's is read again for each call.
 
     Raises:
         UsageError: options exclude each other, or a file cannot be read or has other content.

@@ -153,7 +153,7 @@ def _recorded(request: Proto, signature: Proto, name: str) -> dict[str, Any]:
 
 
 def _examples(given: Proto) -> dict[str, Any]:
-    """Return the examples of a request, keyed `examples`, and their `context` if any, in REST's JSON."""
+    """Return the examples, and the `context` if any, of a `serving.Input`, in REST's JSON by these names."""
     if given.WhichOneof("kind") == "example_list":
         return {"examples": [_features(example) for example in given.example_list.examples]}
     listed = given.example_list_with_context

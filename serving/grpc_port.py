@@ -46,7 +46,7 @@ class Call:
         self._is_active = False
 
     def abort(self, code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> NoReturn:
-        """End the call with a status, by an exception that the port turns into it; never returns.
+        """End the call with the status `code`, by an exception that the port turns into it; never returns.
 
         `details` is the status's message, `metadata` the trailing metadata.
         """

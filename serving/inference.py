@@ -60,9 +60,9 @@ class Model(Protocol):
 def predict(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
     """Run a signature on the inputs of a `PredictRequest`, and fill the outputs of a `PredictResponse`.
 
-    The `model_spec` of `response` is not filled. StatusError, as in TF Serving, if the signature does not
-    exist, or the request does not fit it; TensorFlow's own errors pass; ValueError for an output of a
-    quantised type.
+    The `model_spec` of `response` is not filled; `how` has limits and the form of tensors. StatusError, as in
+    TF Serving, if the signature does not exist, or the request does not fit it; TensorFlow's own errors pass;
+    ValueError for an output of a quantised type.
     """
     signature = _predict_signature(model, request.model_spec.signature_name, how)
     feeds = _feeds(signature, request.inputs, how.max_filled_bytes)
@@ -99,8 +99,9 @@ def predict_arrays(
 def classify(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
     """Run a classify signature on the examples of a request, and fill `result` of a `ClassificationResponse`.
 
-    StatusError, as in TF Serving, if the signature does not exist or does not classify, the request has no
-    examples, or an output has another type or shape; TensorFlow's own errors pass.
+    StatusError, as in TF Serving, if the signature does not exist or has not the tensors of a classification,
+    the request has no examples, or an output has another type or shape; TensorFlow's own errors pass. With
+    `how.checks_method_names` the signature's method must be `classify`.
     """
     signature = _signature_of(model, request.model_spec)
     input_, outputs = _classify_tensors(signature, how)
@@ -113,7 +114,8 @@ def regress(model: Model, request: Proto, response: Proto, how: Inference = DEFA
     """Run a regress signature on the examples of a request, and fill `result` of a `RegressionResponse`.
 
     StatusError, as in TF Serving, if the signature does not exist or has not the tensors of a regression, the
-    request has no examples, or the output has another type or shape; TensorFlow's own errors pass.
+    request has no examples, or the output has another type or shape; TensorFlow's own errors pass. With
+    `how.checks_method_names` the signature's method must be `regress`.
     """
     signature = _signature_of(model, request.model_spec)
     input_, output = _regress_tensors(signature, how)
@@ -250,9 +252,11 @@ def _task_signature(model: Model, tasks: Sequence[Proto], index: int) -> Proto:
 
 
 def _classify_tensors(signature: Proto, how: Inference) -> tuple[str, list[str]]:
-    """Return the name of a signature's input tensor, and those of its outputs `classes` and `scores`.
+    """Return the name of a signature's input tensor, and the names of its output tensors.
 
-    A signature has one or both of these outputs. StatusError if it has neither, or not exactly one input.
+    The outputs are `classes` and `scores`, in this order, or one of them. StatusError if the signature has
+    neither, more than two outputs, or not `inputs` alone as input; or, with `how.checks_method_names`,
+    another method.
     """
     _expect_method(signature, CLASSIFY, "classification", how)
     if len(signature.inputs) != 1:

@@ -103,9 +103,10 @@ def has_saved_model(directory: Path) -> bool:
 def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
     """Load the SavedModel in `directory`, and hold a shared lock on its manifest, if any, until `close`.
 
-    StatusError: NOT_FOUND if there is none, or it has no graph with these tags; UNAVAILABLE if it is being
-    removed; DATA_LOSS if it does not parse, or has a pipe or device. OSError if a file cannot be read,
-    LfsPointer if the manifest is a pointer of Git LFS; TensorFlow's own errors pass.
+    `loading` has the tags of its graph and the session's settings. StatusError: NOT_FOUND if there is no
+    SavedModel, or none with these tags; UNAVAILABLE if it is being removed; DATA_LOSS if it does not parse,
+    or has a pipe or device. OSError if a file cannot be read, LfsPointer if the manifest is a pointer of Git
+    LFS; TensorFlow's own errors pass.
     """
     if not has_saved_model(directory):
         names = " or ".join(SAVED_MODEL_FILES)

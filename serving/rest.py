@@ -79,9 +79,9 @@ def metrics_path(monitoring_config_file: Path | None) -> str | None:
 
 
 class RequestedModel(Struct, frozen=True):
-    """The model and version that the path of a request names, and its operation, `what`.
+    """The model, version and operation of a request's path.
 
-    `what` is `predict`, `classify`, `regress`, `status` or `metadata`.
+    The operation is `predict`, `classify`, `regress`, `status` or `metadata`.
     """
 
     name: str

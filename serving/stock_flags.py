@@ -153,7 +153,7 @@ def _truth(flag: StockFlag, value: str | None) -> bool:
 
 
 def _with_dashes(argument: str) -> str:
-    """Return an option with dashes for the underscores in its name; another argument as it is."""
+    """Return an option with dashes for the underscores in its name; return another argument unchanged."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")

@@ -292,10 +292,10 @@ def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
 
 
 def _call_in_turn(client: ModelClient, up_to: int, version: int, until: float) -> Updated:
-    """Call until no other update runs, or until the deadline `until` (in seconds of `time.monotonic`).
+    """Ask for an update of a version to `up_to` until no other update runs; return the last answer.
 
-    Sleeps for up to 0.1 s between two calls, and returns the last answer. CallFailed if the server does not
-    respond, or refuses.
+    It gives up at `until`, in seconds of `time.monotonic`, and sleeps for up to 0.1 s between two calls.
+    CallFailed if the server does not respond, or refuses.
     """
     while (done := _call(client, up_to, version)).found_another and time.monotonic() < until:
         time.sleep(random.uniform(0, _LONGEST_PAUSE_S))

@@ -226,7 +226,8 @@ def refuse_root_options(context: typer.Context) -> None:
 def _without_root_options(context: typer.Context, given: Sequence[str]) -> str:
     """Return a hint: the typed command line with the options before the subcommand moved after it.
 
-    Options in `given`, their names, that the subcommand does not have are to be left out.
+    `given` has the names of these options; the hint says which of them the subcommand does not have, to be
+    left out.
     """
     name = str(context.invoked_subcommand)
     typed = [*ARGUMENTS.get()]
@@ -254,7 +255,11 @@ def export(
     help_: HelpFlag = False,
     help_all: HelpAllFlag = False,
 ) -> None:
-    """Export the newest checkpoint."""
+    """Run `export-model` without a subcommand: export the newest checkpoint, or follow training with --watch.
+
+    Before a subcommand it only refuses options that were typed there. A node of a cluster that is not the
+    chief prints that, and exports nothing. An error is printed, and ends in typer.Exit with its exit code.
+    """
     if context.invoked_subcommand is not None:
         with command(printing):
             refuse_root_options(context)

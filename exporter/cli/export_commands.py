@@ -109,7 +109,8 @@ def published_already(
 ) -> None:
     """Print that the checkpoint is published already, by the same plan; `error` has that version.
 
-    The newest version is printed, too, if it is another one, and the hold if there is one.
+    The newest version is printed, too, if it is another one, and the hold if there is one. `dry_run` is a
+    field of the document.
     """
     from exporter.cli.documents.exported import PublishedAlready as Document
 

@@ -60,7 +60,7 @@ class Servers(Struct, frozen=True):
         channel_credentials(self.access)
 
     def notify(self, model: str, position: int) -> list[Notified]:
-        """Ask all servers to apply what is published; wait, and return a result for each, in order.
+        """Ask all servers to apply the publications; wait, and return a result for each, in order.
 
         `model` is the model's name on the servers, `position` the published one, which each should reach. At
         most 32 are asked at a time, and a call fails after 30 s. A server that did not answer is not asked

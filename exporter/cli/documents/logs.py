@@ -88,7 +88,7 @@ class Merge(Struct, frozen=True, kw_only=True):
 
 
 class Rebase(Struct, frozen=True, kw_only=True):
-    """The document that `merge --rebase` prints: the base that includes all deltas so far."""
+    """The document that `merge --rebase` prints: the new base, which includes all deltas before it."""
 
     dry_run: bool
     """True if nothing was written."""
