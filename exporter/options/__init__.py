@@ -103,7 +103,10 @@ class Option(Struct, frozen=True):
         return f"{self.help} {words}." if words else self.help
 
     def of_fields(self) -> dict[str, str]:
-        """What each field does that its words set: its help, and what the words say; empty without parts."""
+        """Return the help text of each field that the option's words set, by field; {} without parts.
+
+        A text is the option's help and the meanings of the words that set the field.
+        """
         said: dict[str, list[str]] = {}
         for word, part in self.parts.items():
             is_value = part.take is None and part.value is not True
@@ -112,10 +115,12 @@ class Option(Struct, frozen=True):
         return {name: f"{head}: {'; '.join(texts)}." for name, texts in said.items()}
 
     def require_word(self, name: str, text: str) -> None:
-        """Refuse a text that is not one of the option's words.
+        """Refuse a text that is not one of the option's words; `name` is what the error calls the option.
+
+        A word such as `files=DIR` needs a value after `=`, any other word may not have one.
 
         Raises:
-            UsageError: it is not; the hint has the nearest word, or all.
+            UsageError: the text is no such word; the hint has the nearest word, or all.
         """
         heads = {word.partition("=")[0]: word for word in self.words}
         head, equals, value = text.partition("=")
@@ -124,7 +129,11 @@ class Option(Struct, frozen=True):
 
 
 def in_parts(parts: Mapping[str, Part], help: str, **settings: Any) -> Option:
-    """A repeatable option whose words each set a field of its struct."""
+    """Return a repeatable option of which each word sets a field of the option's struct.
+
+    `parts` has the fields by word, `help` the help text without `; repeatable:`, which is added. `settings`
+    are other fields of `Option`.
+    """
     return Option(
         f"{help}; repeatable:",
         typed=tuple[str, ...],
@@ -148,7 +157,10 @@ class DeclaredOption(Struct, frozen=True):
     default: Any
 
     def value(self, values: Any) -> Any:
-        """The option's value in a struct; the default where a part of the path is absent."""
+        """Return the option's value in `values`, a struct; the default if a struct on the path is None.
+
+        Of an option that sets several fields, the value is `Fields` with those that are not as by default.
+        """
         if not self.option.fields:
             return self.own(values)
         for name in self.path[:-1]:
@@ -159,24 +171,30 @@ class DeclaredOption(Struct, frozen=True):
         return Fields({name: value for name, value in found if value != default_of(plain[name])})
 
     def own(self, values: Any) -> Any:
-        """The value of the field that declares the option; the default where a part of the path is absent."""
+        """Return the value of the field that declares the option, in `values`, a struct.
+
+        The default if a struct on the path is None.
+        """
         for name in self.path:
             values = getattr(values, name, self.default)
         return values
 
     def is_given(self, values: Any) -> bool:
-        """True if the option's value in a struct is not the default."""
+        """True if the option's value in `values`, a struct, is not the default."""
         return bool(self.value(values) != self.default)
 
 
 @cache
 def declared(kind: type[Struct]) -> tuple[DeclaredOption, ...]:
-    """Return the options that a struct declares, and those of structs in it."""
+    """Return the options that a type of structs, or a struct in one of its fields, declares, in their order.
+
+    The result is cached. The first call also adds the options' words to `given.FIELDS`.
+    """
     return tuple(_declared(kind))
 
 
 def default_of(each: FieldInfo) -> Any:
-    """The default of a struct's field."""
+    """Return the default value of a struct's field; msgspec's NODEFAULT if it has none."""
     return each.default_factory() if each.default_factory is not NODEFAULT else each.default
 
 
@@ -198,13 +216,17 @@ def _declared(kind: type[Struct]) -> Iterator[DeclaredOption]:
 
 
 def struct_in(hint: Any) -> type[Struct] | None:
-    """The struct that a field of this type holds, or may hold; None if it holds none."""
+    """Return the struct type in the type `hint` of a field, alone or in a union; None if it has none."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return next((one for one in members if isinstance(one, type) and issubclass(one, Struct)), None)
 
 
 def option_of(kind: type[Struct], name: str) -> str:
-    """Return what messages call the option that sets a field: `--name`, or `--name word` without a value."""
+    """Return the name, in messages, of the option that sets a field: `--keep`, or with a word `--add stamp`.
+
+    The word is there if exactly one word of the option sets the field. KeyError if the struct has no option
+    for it.
+    """
     for one in declared(kind):
         words = [word for word, part in one.option.parts.items() if part.field == name]
         if words or one.path[-1] == name:
@@ -213,7 +235,7 @@ def option_of(kind: type[Struct], name: str) -> str:
 
 
 def arguments(values: Struct) -> Iterator[str]:
-    """The command line's arguments for a struct's values: each option that is not as by default.
+    """Yield the command line's arguments for a struct's values: each option that is not as by default.
 
     An option and its value are one argument, `--name=value`, so that a value may begin with a dash.
     """
@@ -234,7 +256,11 @@ def arguments(values: Struct) -> Iterator[str]:
 
 
 def digest_fields(values: Struct) -> dict[str, Any]:
-    """The values of options that are part of a plan's digest, by field; None for a struct that is absent."""
+    """Return the values of options that are part of a plan's digest, by field.
+
+    The values of a struct in a field are a dictionary, or None for a field that is None. An option that is
+    part of it `if given` is left out if it is as by default.
+    """
     told: dict[str, Any] = {}
     for one in declared(type(values)):
         asked = {each.field: each.digest for each in one.option.parts.values()} or {
@@ -260,10 +286,10 @@ def digest_fields(values: Struct) -> dict[str, Any]:
 
 
 def require_company(given: Iterable[Struct]) -> None:
-    """Refuse options, in any of a command's structs, that have no effect without others.
+    """Refuse options that have no effect without others; `given` are all structs of a command or a request.
 
     Raises:
-        UsageError: there is such an option.
+        UsageError: such an option is set, and none of the options with which it goes (`goes_with`).
     """
     found = [(one, one.value(values)) for values in given for one in declared(type(values))]
     alone = list(lacking_company(found))
@@ -277,9 +303,10 @@ def require_company(given: Iterable[Struct]) -> None:
 
 
 def lacking_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[DeclaredOption]:
-    """Those of all options that are given without any option that they go with.
+    """Yield the options that have a value but lack each option with which they go (`goes_with`).
 
-    What goes with an option that is not among them, perhaps beside others that are, is not judged.
+    `found` has all options, with their values. An option is not yielded if one with which it goes is missing
+    from `found`.
     """
     known = {one.name for one, _ in found}
     given = {one.name: one.option.text(value) for one, value in found if value != one.default}
@@ -293,10 +320,12 @@ def lacking_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[Dec
 
 
 def _take_within_limits(values: Struct, own: Collection[str] = ()) -> None:
-    """Convert the value of each field to the field's type and check its limits, except for `own` fields.
+    """Convert the values of a struct's fields, in place, to the fields' types, and check their limits.
+
+    Fields in `own` are not converted.
 
     Raises:
-        UsageError: a value does not fit.
+        UsageError: a value does not fit its field, is below the option's least, or is not one of its words.
     """
     given.take(values, own)
     for one in declared(type(values)):
@@ -328,7 +357,7 @@ class _Limited(Given, frozen=True):
 
 
 class DataMode(StrEnum):
-    """How the bytes of variables get into the bundle.
+    """The way in which the bytes of variables get into the bundle.
 
     `AUTO` clones or links shards. It compacts them instead where that is impossible, the server could not
     read them, less than an eighth of their bytes is kept, or the trainer wrote into files that were linked
@@ -379,7 +408,7 @@ class DeltaDtype(StrEnum):
 
 
 class OnWild(StrEnum):
-    """What to do with rows beyond `--max-norm`: refuse all, keep the served rows, or send and warn."""
+    """The treatment of rows beyond `--max-norm`: refuse the delta, keep the served rows, or send and warn."""
 
     REFUSE = "refuse"
     HOLD_ROW = "hold-row"
@@ -442,7 +471,7 @@ class DeltaBudget(Struct, frozen=True):
 
     @classmethod
     def parse(cls, option: str, text: str) -> "DeltaBudget":
-        """Parse a budget such as `64MiB` or `1MB/s`; UsageError for another text."""
+        """Parse a budget such as `64MiB` or `1MB/s`; UsageError, which names `option`, for another text."""
         size = text.removesuffix("/s")
         return cls(_size(option, size, "--delta-budget 64MiB, or 1MB/s"), size != text)
 
@@ -460,7 +489,10 @@ class NormRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, option: str, text: str) -> "NormRule":
-        """The rule in `auto`, `100` or `PATTERN=100`; UsageError for another text."""
+        """Parse a rule such as `auto`, `100` or `PATTERN=100`, where PATTERN is a regular expression.
+
+        UsageError, which names `option`, for another text.
+        """
         pattern, _, number = text.rpartition("=")
         try:
             bound = None if number == "auto" else float(number)
@@ -472,12 +504,12 @@ class NormRule(Struct, frozen=True):
             raise UsageError(f"{option} {text!r} names no bound", cause=str(error), hint=hint) from error
 
     def is_for(self, variable: str) -> bool:
-        """Return True if a variable, or the variable that it is a part of, matches the pattern."""
+        """Return True if the pattern matches the whole name of a variable, without `[...]` of a part."""
         return self.pattern.fullmatch(variable.partition("[")[0]) is not None
 
     @property
     def is_of_whole(self) -> bool:
-        """True if it bounds variables that are served whole, too: it is learned, or names them."""
+        """True if the rule also bounds variables that are not tables: it is learned, or has a pattern."""
         return self.bound is None or self.pattern.pattern != ".*"
 
 
@@ -508,7 +540,10 @@ _ENGINE_OF = {"ray": EngineName.RAY, "tcp": EngineName.DASK, "tls": EngineName.D
 
 
 def _engine(option: str, texts: Sequence[str]) -> Fields:
-    """The fields of `Jobs` that `--engine` sets; UsageError for a name that there is not, or for two."""
+    """Return the fields of `Jobs` that the values of `--engine` set, by field.
+
+    UsageError for an unknown engine, for two values of one field, or if no value names the engine.
+    """
     found, settings = Fields(), dict[str, str]()
     for text in texts:
         name, equals, value = text.partition("=")
@@ -541,14 +576,14 @@ def _engine(option: str, texts: Sequence[str]) -> Fields:
 
 
 def _engine_texts(found: Fields) -> Iterator[str]:
-    """What is typed for fields that `--engine` sets."""
+    """Yield the values of `--engine` that set these fields."""
     names = {"engine": "{}", "address": "address={}", "task_bytes": "task-size={}B"}
     yield from (names[name].format(value) for name, value in found.items() if name in names)
     yield from (f"{name}={value}" for name, value in found.get("settings", {}).items())
 
 
 class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
-    """How work on many bytes is executed.
+    """The execution of work on many bytes.
 
     With an `engine`, jobs are kept beside their results, or in `directory` (a path that all workers see, or a
     URL): the same command, on any engine, resumes an unfinished job. `address` and `settings` belong to the
@@ -596,7 +631,7 @@ LOCALLY = Jobs()
 
 
 class Signing(_Limited, frozen=True, repr_omit_defaults=True):
-    """How publications are signed; see `exporter.publish.signing`.
+    """The key and the name by which publications are signed; see `exporter.publish.signing`.
 
     `sign_key` is a file that only its owner may read, or `env:NAME`: a variable with the file's content.
     """
@@ -780,12 +815,15 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     ] = None
 
     def allows(self, what: str) -> bool:
-        """True if `--allow` has this word."""
+        """True if the word `what` is one of the values of `--allow`."""
         return what in self.allow
 
     @property
     def allowed_directories(self) -> tuple[Path, ...]:
-        """The directories that a graph found beside the checkpoint may read besides its own."""
+        """The directories that a graph found beside the checkpoint may also read: `--allow files=DIR`.
+
+        UsageError if one is a URL.
+        """
         texts = (text.partition("=") for text in self.allow)
         return tuple(local_path("--allow files", path) for word, _, path in texts if word == "files")
 
@@ -839,7 +877,7 @@ _BUDGET = {
 
 
 def _renames(option: str, texts: Sequence[str]) -> Fields:
-    """The fields that `--rename` sets; UsageError for two files."""
+    """Return the fields that the values of `--rename` set, by field; UsageError for two files, or a URL."""
     found = Fields()
     if rules := tuple(text for text in texts if "=" in text):
         found["renames"] = rules
@@ -851,7 +889,7 @@ def _renames(option: str, texts: Sequence[str]) -> Fields:
 
 
 def _rename_texts(found: Mapping[str, Any]) -> Iterator[str]:
-    """What is typed for fields that `--rename` sets."""
+    """Yield the values of `--rename` that set these fields."""
     yield from found.get("renames", ())
     if "rename_file" in found:
         yield str(found["rename_file"])
@@ -1076,10 +1114,11 @@ class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
         ) -> None: ...
 
     def _take(self) -> None:
-        """Take strings for paths and enums, `file://` as a path, and refuse URLs where nothing reads them.
+        """Convert the values of all fields, in place: strings become paths and enums, `file://` a local path.
 
         Raises:
-            UsageError: there is such a URL, a value does not fit its field, or an option has no effect.
+            UsageError: a value does not fit its field, is a URL that nothing would read, or has no effect
+                without another option.
         """
         force_setattr(self, "ckpt_dir", given.place("ckpt_dir", self.ckpt_dir, _checkpoint("--ckpt-dir")))
         force_setattr(self, "out", given.place("out", self.out, _checkpoint("--out")))
@@ -1113,7 +1152,10 @@ _NEWEST_MAJOR = 2
 
 
 def _server(given_as: Any) -> str | None:
-    """The major and minor number of the version that is given: `2.4`."""
+    """Return the major and minor number of a version of TensorFlow, as in `2.4`; None for None.
+
+    UsageError if it is not a version, older than 1.15, or of a later major than 2.
+    """
     if given_as is None:
         return None
     from exporter.wire.server_ops import OLDEST  # few ask for it
@@ -1163,9 +1205,7 @@ _OPTION_IN_TEXT = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: (bytes|outputs))?")
 
 
 def meanings(kind: type[Struct]) -> dict[str, str]:
-    """Return what each option of a struct does, by the field's name, with options as in Python:
-    `verify="outputs"`.
-    """
+    """Return the help text of each option of a struct, by field, with options as in Python."""
     told: dict[str, str] = {}
     for one in declared(kind):
         if len(one.path) == 1:
@@ -1195,10 +1235,10 @@ for _kind in (Updates, Jobs, Signing, Trusting, ExportRequest):
 
 
 def require_local(request: ExportRequest) -> None:
-    """Refuse the URL of a model where it is not opened; the functions of `exporter` open it.
+    """Refuse a request whose model, `out`, is a URL: the caller works on local paths alone.
 
     Raises:
-        UsageError: it is one.
+        UsageError: `out` is a URL.
     """
     local_path("--out", request.out)
 
@@ -1216,10 +1256,10 @@ _FOR_DELTAS = "export(request, save_incr_model=True), or export_incremental(requ
 
 
 def require_exact(request: ExportRequest, hint: str = _FOR_DELTAS) -> None:
-    """Refuse options of deltas where a version is asked for.
+    """Refuse options of deltas in a request for a version; `hint` is the error's.
 
     Raises:
-        UsageError: `min_change`, `check_graph` or the like is set: a version is exact, and its own.
+        UsageError: `min_change`, `check_graph` or the like is set: a version is exact.
     """
     plain = {each.name: default_of(each) for each in fields(ExportRequest)}
     given = sorted(name for name in _OF_DELTAS if getattr(request, name) != plain[name])

@@ -102,7 +102,9 @@ class Given(Struct, frozen=True, metaclass=Checked):
 
 
 def changed(values: GivenT, **changes: Any) -> GivenT:
-    """Return a copy with other values, converted as in a call.
+    """Return a copy of a struct with the fields in `changes` set, and all values converted as in a call.
+
+    Values of a struct that does not convert its values are copied as they are.
 
     Raises:
         UsageError: a value does not fit its field.
@@ -114,7 +116,7 @@ def changed(values: GivenT, **changes: Any) -> GivenT:
 
 
 def take(values: Struct, own: Collection[str] = ()) -> None:
-    """Convert the value of each field to the field's type, except for `own` fields.
+    """Convert the value of each field of a struct to the field's type, in place; fields in `own` stay.
 
     Raises:
         UsageError: a value cannot be converted.
@@ -128,7 +130,9 @@ def take(values: Struct, own: Collection[str] = ()) -> None:
 
 
 def place(name: str, given: Any, parse: Callable[[str, StrPath], Path] = local_path) -> Path:
-    """Return the Path that `parse` makes of a string or a path given for `name`.
+    """Return the Path that `parse` makes of a string or a path given for the argument `name`.
+
+    `parse` gets the name and the value.
 
     Raises:
         UsageError: it is neither string nor path, it is empty, or `parse` refuses it.
@@ -143,7 +147,10 @@ def place(name: str, given: Any, parse: Callable[[str, StrPath], Path] = local_p
 
 
 def wrong(name: str, given: Any, expected: str, hint: str = "") -> UsageError:
-    """Return the error for a value that does not fit, with the value and what is expected."""
+    """Return the error for an argument's value that does not fit; the message has value and expectation.
+
+    The value is shortened, and secrets in it are hidden. Without a `hint` it is to read the help.
+    """
     text = without_secrets(repr(given))
     shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
     return UsageError(
@@ -152,7 +159,7 @@ def wrong(name: str, given: Any, expected: str, hint: str = "") -> UsageError:
 
 
 def flag(name: str, given: Any) -> bool:
-    """Return the value, which is True or False.
+    """Return the value of the argument `name` if it is True or False.
 
     Raises:
         UsageError: it is neither.
@@ -163,10 +170,10 @@ def flag(name: str, given: Any) -> bool:
 
 
 def whole(name: str, given: Any, example: str) -> int:
-    """Return the value as an int.
+    """Return the value of the argument `name` as an int; `example` is the error's hint.
 
     Raises:
-        UsageError: it is no whole number.
+        UsageError: it is not a whole number; True and False are not.
     """
     if isinstance(given, bool) or not isinstance(given, Integral):
         raise wrong(name, given, "a whole number", example)
@@ -174,10 +181,10 @@ def whole(name: str, given: Any, example: str) -> int:
 
 
 def number(name: str, given: Any, example: str) -> float:
-    """Return the value as a float.
+    """Return the value of the argument `name` as a float; `example` is the error's hint.
 
     Raises:
-        UsageError: it is no number, or NaN; infinity may mean never.
+        UsageError: it is not a real number, or NaN; True and False are not. Infinity may mean never.
     """
     if isinstance(given, bool) or not isinstance(given, Real) or math.isnan(given):
         raise wrong(name, given, "a number", example)
@@ -185,7 +192,7 @@ def number(name: str, given: Any, example: str) -> float:
 
 
 def require_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse arguments that a function does not have.
+    """Refuse names in `given` that are not arguments of a function, `known`; `function` is its name.
 
     Raises:
         UsageError: there is one; the hint has the nearest name.
@@ -202,7 +209,7 @@ def _unknown(function: str, given: Iterable[str], known: Collection[str]) -> Usa
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return the known name nearest to a misspelt one, ignoring case and dashes; empty if none is near."""
+    """Return the known name nearest to a misspelt one, ignoring case and dashes; "" if none is near."""
     folded = {each.casefold().replace("-", "_"): each for each in known}
     return folded.get(nearest(name.casefold().lstrip("-").replace("-", "_"), folded), "")
 
@@ -212,10 +219,10 @@ IN_COMMAND: ContextVar[bool] = ContextVar("IN_COMMAND", default=False)
 
 
 def named_misfit(function: CallT) -> CallT:
-    """Return the function, changed to raise UsageError with its arguments if a call does not fit its
-    signature.
+    """Wrap a function: a call that does not fit its signature raises UsageError, with the arguments it has.
 
-    Its other errors name its arguments as in Python, unless a command calls it.
+    Old names of arguments are accepted, with a DeprecationWarning. Texts of the function's own ExportErrors
+    name its arguments as in Python, not as options, unless a command calls it.
     """
 
     @wraps(function)
@@ -236,7 +243,10 @@ def named_misfit(function: CallT) -> CallT:
 
 
 def _renewed(named: dict[str, Any], known: Callable[[], Iterable[str]]) -> dict[str, Any]:
-    """Return arguments by name, old options under their new names, each with a DeprecationWarning."""
+    """Return arguments by name, with old names replaced; issue a DeprecationWarning for each old name.
+
+    `known` returns the names of the arguments that exist.
+    """
     if OLD_ARGUMENTS.isdisjoint(named):
         return named
     found, notes = renew_named(named, {f"--{name.replace('_', '-')}" for name in known()})
@@ -257,9 +267,9 @@ _AN_OPTION = re.compile(r"--([a-z][a-z-]*)(?:[ =]([^\s,;:)]+(?::[^\s,;:)]+)*))?"
 
 
 def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
-    """Replace `--name value` by `name=value` in an error, for each argument of the function.
+    """Replace `--name value` by `name=value` in an error's texts, for each argument of a function.
 
-    A command in a text, and what follows it, is unchanged.
+    The text from a command (`export-model ...`) on is unchanged.
     """
     takes = _parameters(function)
     known = {name.rstrip("_") for name in takes}
@@ -368,9 +378,9 @@ def _taken(name: str, kind: Any, given: Any) -> Any:
 
 
 def _plain(name: str, kind: type, given: Any) -> Any:
-    """Return the value as a bool, an int, a float or a str, as `kind` says; True is no number, and 1 no flag.
+    """Return the value of the argument `name` as a bool, an int, a float or a str, as `kind` says.
 
-    UsageError for another value.
+    UsageError for another value; True is not a number, and 1 is not a flag.
     """
     if kind is bool:
         return flag(name, given)
@@ -396,10 +406,12 @@ def _member(name: str, kind: type[StrEnum], given: Any) -> StrEnum:
 
 
 def several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
-    """Return the values of a list or tuple as a tuple; a single string or path is one value.
+    """Return the values of a list or tuple as a tuple, each converted to `kind`; `name` is the argument.
+
+    A single string or path is one value.
 
     Raises:
-        UsageError: it is neither list nor tuple, or a value does not fit.
+        UsageError: it is none of these, or a value does not fit.
     """
     alone = isinstance(given, str | os.PathLike)
     if not alone and not isinstance(given, tuple | list):
@@ -409,7 +421,10 @@ def several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
 
 
 def _pairs(name: str, given: Any) -> dict[str, str]:
-    """Return a mapping with its values as texts, as typed on the command line, or UsageError."""
+    """Return a mapping from names to strings or numbers with its values as texts.
+
+    UsageError, which names the argument `name`, for anything else.
+    """
     if not isinstance(given, Mapping):
         raise wrong(name, given, 'a dict: {"name": value}')
     for key, value in given.items():

@@ -96,8 +96,9 @@ def takes_value(old: str) -> bool:
 
 
 def renewed(old: str, value: Any) -> tuple[str, list[str]]:
-    """Return the new option for an old one, and its texts for the old value: several for a list, none for
-    False.
+    """Return the new option for an old one, and the new option's values for the old option's value.
+
+    There is one value for each element of a list or mapping, and none for None or a flag's False.
     """
     new, _, text = NEW_NAMES[old].partition(" ")
     if isinstance(value, Mapping):
@@ -114,7 +115,10 @@ def _is_old(name: str, known: Collection[str]) -> bool:
 
 
 def renew_words(program: Any, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a Click program's command line without old names, and a note on each old name."""
+    """Return a Click program's arguments, `words`, under their new names, and a note on each old name.
+
+    The former command `export` is removed, with a note, too.
+    """
     notes, found, left, command = list[str](), list[str](), iter(words), program
     if words[:1] == [OLD_COMMAND] and OLD_COMMAND not in program.commands and program.invoke_without_command:
         notes.append(f"the command {OLD_COMMAND} is written without a word now")
@@ -162,9 +166,10 @@ def _next(words: Iterator[str]) -> Iterator[str]:
 
 
 def renew_variables(program: Any, prefix: str, environment: MutableMapping[str, str]) -> list[str]:
-    """Replace variables of old options by those of new ones, and return a note on each.
+    """Rename variables of old options in `environment`, in place, and return a note on each.
 
-    A variable that is already set is unchanged, unless its option is repeatable.
+    `program` is Click's; the names of its variables begin with `prefix`. If the new variable is set already,
+    the old one is only removed; for a repeatable option its values are appended.
     """
     notes = []
     for old in NEW_NAMES:
@@ -192,7 +197,7 @@ def _variable(option: str) -> str:
 
 
 def renew_named(named: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return options by name, as from a file or a Python call, without old names; and a note on each.
+    """Return options, as from a file or a Python call, under their new names, and a note on each old name.
 
     `known` are the existing options, as `--name`.
     """

@@ -40,7 +40,10 @@ class Part(Struct, frozen=True):
 
 
 def wrong_word(words: Collection[str], name: str, text: str) -> UsageError:
-    """The error for a text that is not one of an option's words; its hint has the nearest word, or all."""
+    """Return the error for a text that is not one of an option's words; its hint has the nearest, or all.
+
+    `name` is the option's, for the message.
+    """
     heads = {_head(word): word for word in words}
     close = heads.get(given.nearest_name(_head(text), heads))
     hint = f"{name} {close}" if close else f"one of {', '.join(words)}"
@@ -48,10 +51,11 @@ def wrong_word(words: Collection[str], name: str, text: str) -> UsageError:
 
 
 def fields_of(parts: Mapping[str, Part], option: str, texts: Sequence[str]) -> Fields:
-    """The fields that typed words set.
+    """Return the fields that an option's values set; `parts` has the field of each word.
 
     Raises:
-        UsageError: a text is none of the words, or two set one field to different values.
+        UsageError: a text is none of the words, its value is wrong or too small, two set one field to
+            different values, or a field needs another one.
     """
     found = Fields()
     for text in texts:
@@ -78,8 +82,10 @@ def fields_of(parts: Mapping[str, Part], option: str, texts: Sequence[str]) -> F
 def require_needed(parts: Mapping[str, Part], option: str, there: Collection[str]) -> None:
     """Refuse fields that have no effect without others of the same option.
 
+    `there` are the names of the fields that are set; `parts` has the field of each word of `option`.
+
     Raises:
-        UsageError: there is one.
+        UsageError: a field is set, and none of the fields that it needs.
     """
     for word, part in parts.items():
         if part.needs and part.field in there and not {*part.needs} & {*there}:
@@ -89,7 +95,7 @@ def require_needed(parts: Mapping[str, Part], option: str, there: Collection[str
 
 
 def texts_of(parts: Mapping[str, Part], found: Mapping[str, Any]) -> Iterator[str]:
-    """What is typed for fields that an option's words set."""
+    """Yield the values of an option that set the fields in `found`; `parts` has the field of each word."""
     for word, part in parts.items():
         value = found.get(part.field)
         if part.field not in found or (part.take is None and value != part.value):
@@ -99,7 +105,10 @@ def texts_of(parts: Mapping[str, Part], found: Mapping[str, Any]) -> Iterator[st
 
 
 def name_of(option: str, word: str) -> str:
-    """Return what messages call an option with one of its words: `--keys min-freq` for `min-freq=N`."""
+    """Return the name, in messages, of an option with one of its words: `--keys min-freq` for `min-freq=N`.
+
+    The option's name alone for a word in capitals, which stands for any text.
+    """
     return option if word.isupper() else f"{option} {_head(word)}"
 
 
@@ -108,20 +117,20 @@ def _head(word: str) -> str:
 
 
 def text_of(option: str, text: str) -> str:
-    """The text itself."""
+    """Return `text` unchanged, as the `take` of a part whose value is any text."""
     del option
     return text
 
 
 def count(option: str, text: str) -> int:
-    """A whole number; UsageError for another text."""
+    """Return a text of decimal digits as an int; UsageError, which names `option`, for another text."""
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(f"{option} {text!r} is not a whole number", hint="as in 3")
     return int(text)
 
 
 def number(option: str, text: str) -> float:
-    """A finite number; UsageError for another text."""
+    """Return a text as a float; UsageError, which names `option`, if it is not a finite number."""
     try:
         value = float(text)
     except ValueError:

@@ -13,7 +13,9 @@ class Leave(SystemExit):
 
 
 def interrupt_at_once() -> None:
-    """Let Ctrl-C (SIGINT) end the process without a traceback: before a command nothing needs unwinding.
+    """Let Ctrl-C (SIGINT) end the process at once and without a traceback, from now on.
+
+    Before a command nothing needs unwinding.
 
     A process that ignores SIGINT goes on ignoring it.
     """
@@ -30,7 +32,7 @@ def interrupt_by_exception() -> None:
     """Let Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread, so that work in progress is unwound.
 
     A second SIGTERM within `ONE_STOP_SECONDS` is ignored. A process that ignores SIGINT goes on ignoring it.
-    ValueError outside the main thread.
+    ValueError if this is called outside the main thread.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,7 +51,8 @@ def interrupt_by_exception() -> None:
 def stop_on_sigterm() -> None:
     """Let SIGTERM, which stops a container, raise `Leave` in the main thread, with exit code 0.
 
-    The command is unwound. A second SIGTERM ends the process at once. ValueError outside the main thread.
+    So the command is unwound. A second SIGTERM ends the process at once. ValueError if this is called outside
+    the main thread.
     """
     signal.signal(signal.SIGTERM, _stop)
 

@@ -27,7 +27,10 @@ class LateCommand(Struct, frozen=True):
     """The options that `--help` shows, if it is not all."""
 
     def load(self) -> Callable[..., None]:
-        """Import the command's module and return its function that runs the command."""
+        """Import the command's module and return the function that runs the command.
+
+        ImportError or AttributeError if there is none.
+        """
         function: Callable[..., None] = getattr(import_module(self.module), self.function)
         return function
 
@@ -99,7 +102,7 @@ def application(
 
 
 def without_variables(command: Any) -> Any:
-    """Change a Click command so that its help does not name environment variables, and return it.
+    """Change a Click command, in place, to not name environment variables in its help, and return it.
 
     One rule gives all their names, and help is long.
     """

@@ -60,7 +60,7 @@ VersionOption = Annotated[bool, _version_option("--version", "-V")]
 
 
 def _exit_codes() -> str:
-    """The list of exit codes for the end of a help text, one per line: two columns do not fit a terminal."""
+    """Return the list of exit codes for the end of a help text, one on each line."""
     rows = (f"  {int(code):<5}{code.meaning}" for code in Exit)
     return "\b\nExit codes:\n" + "\n".join(rows)
 
@@ -75,9 +75,9 @@ NOTES = "notes"
 def command(flags: OutputFlags) -> Iterator[Output]:
     """Run a command's body, the block, with its output; any exception ends in a message and an exit code.
 
-    Yields the output. Notes on the command line are printed before. In the block, stdout is redirected to
-    stderr, and SIGTERM raises KeyboardInterrupt like SIGINT, so that staging is removed. From then on imports
-    of TensorFlow are silent: see `on_import_of_tensorflow`.
+    Yields the output. Notes on the command line are printed before. In the block, `sys.stdout` is redirected
+    to stderr, but results are printed on stdout; SIGTERM raises KeyboardInterrupt like SIGINT, so that
+    staging is removed. From then on imports of TensorFlow are silent: see `on_import_of_tensorflow`.
 
     Raises:
         typer.Exit: the block has failed or was interrupted; with the exit code. The error is printed, unless
@@ -122,9 +122,9 @@ def command(flags: OutputFlags) -> Iterator[Output]:
 
 
 def outlived(sink: Output, error: ExportError) -> None:
-    """Print an error that the command survives.
+    """Print an error that the command survives, on stderr.
 
-    An error that may pass (`may_pass`) is printed as a note that the command is waiting.
+    An error that time may repair (`may_pass`) is printed as a note that the command is waiting.
     """
     if error.may_pass:
         sink.note(f"waiting: {error.message}")
@@ -133,7 +133,7 @@ def outlived(sink: Output, error: ExportError) -> None:
 
 
 def watch_ended(sink: Output, why: str) -> None:
-    """Print the last line of a watch, a note that tells why it ended."""
+    """Print the last line of a watch, a note with `why`, the reason of its end."""
     sink.note(f"the watch has ended: {why}")
 
 
@@ -150,10 +150,10 @@ class PublishedSoFar(Struct):
 
 @contextmanager
 def until_interrupted(sink: Output) -> Iterator[PublishedSoFar]:
-    """Run a watch, the block, which Ctrl-C and SIGTERM end without an error: work in progress is unwound.
+    """Run a watch, the block; a KeyboardInterrupt, as of Ctrl-C or SIGTERM, ends it without an error.
 
     Yields a count of publications, which the block keeps up to date. After an interruption the last line
-    printed says how many there were, and names the newest.
+    printed has their number, and names the newest.
     """
     published = PublishedSoFar()
     try:
@@ -181,10 +181,7 @@ def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
 
 
 def _say_all_characters() -> None:
-    """Let stdout and stderr print characters that their encodings lack as escapes.
-
-    So no file's name fails a command.
-    """
+    """Let stdout and stderr escape characters that their encodings lack, so that printing never fails."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -202,7 +199,7 @@ def _keep_stderr() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Give closed standard streams (`>&-`) their descriptors back.
+    """Open the descriptors of closed standard streams (`>&-`) again, on /dev/null for reading.
 
     Otherwise the next file to be opened would get them, and with them the program's output. Writing to such a
     stream still fails, as it should.
@@ -234,10 +231,10 @@ def run(
 ) -> NoReturn:
     """Run an application as a program, and exit; Typer's usage errors are printed like all others.
 
-    `name` is the program's, `arguments` are its own (None: those of the process), `rewrite` changes them
-    before they are parsed. `takes` are the options, or a command, that take words typed in place of a
-    command: see `wrong_use`. Environment variables and arguments with old names are renamed, also in
-    `os.environ`.
+    `name` is the program's, `arguments` are its arguments (None: the arguments of the process), `rewrite`
+    changes them before they are parsed. `takes` are the options, or a command, for words that are typed in
+    place of a command: see `wrong_use`. Environment variables and arguments with old names are renamed, also
+    in `os.environ`.
 
     Raises:
         SystemExit: always; with the exit code.

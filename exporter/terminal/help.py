@@ -51,7 +51,7 @@ class Help(Struct, frozen=True):
         yield from ("", *textwrap.wrap(f"{more} {', '.join(self.names())}", _WIDTH))
 
     def names(self) -> list[str]:
-        """The names of all topics, in the order of their headings."""
+        """Return the names of all topics, in the order of their headings."""
         return [*self.topics.values(), _OUTPUT, _EXIT_CODES]
 
     def topic(self, context: typer.Context, topic: str) -> Iterator[str]:
@@ -83,12 +83,12 @@ class PlainCommand(TyperCommand):
     """The options that most runs need, if `--help` shows them alone, and `--help-all` the others."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help into Click's `formatter`: the short page if `short` is set, else the whole one."""
+        """Write the help into Click's `formatter`: the short page if `short` is set, else the whole page."""
         lines = _short_of(self, ctx) if self.short else _all_of(self, ctx)
         formatter.write("".join(f"{line}\n" for line in lines))
 
     def shorten(self, short: Sequence[str]) -> None:
-        """Let `--help` show only these options; add an option `--help-all`, which shows all."""
+        """Let `--help` show only the options in `short`; add an option `--help-all`, which shows all."""
 
         def show_all(context: typer.Context, parameter: object, is_asked: bool) -> None:
             if is_asked:
@@ -159,9 +159,9 @@ def _commands(group: Any, context: Any) -> Iterator[str]:
 
 
 def _clause(text: str, width: int) -> str:
-    """The first sentence of a help text, in at most `width` characters.
+    """Return a help text of one line, shortened to `width` characters: only clauses that fit stay.
 
-    If it is longer, only as many of its clauses as fit.
+    A shortened text ends with a full stop.
     """
     if len(text) <= width:
         return text
@@ -170,7 +170,7 @@ def _clause(text: str, width: int) -> str:
 
 
 def brief(text: str) -> str:
-    """A help text in one line.
+    """Return a help text as one line.
 
     Lines after the first explain a word each, `WORD: meaning`: only these words are kept, with commas.
     """
@@ -179,9 +179,9 @@ def brief(text: str) -> str:
 
 
 def _options(parameters: Iterable[Any], context: Any, *, is_brief: bool = False) -> Iterator[str]:
-    """Yield the help lines of options or arguments: each one's name, and its text in a second column.
+    """Yield the help lines of options or arguments, Click's parameters: name, and text in a second column.
 
-    Hidden ones are left out. A text of several lines explains a word on each line but the first: with
+    Hidden parameters are left out. A text of several lines explains a word on each line but the first: with
     `is_brief`, only the words are shown.
     """
     for one in parameters:

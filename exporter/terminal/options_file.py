@@ -29,12 +29,13 @@ _SEVERAL = 'write [models.NAME], and below it ckpt-dir = "..." and out = "..."'
 
 
 def options_in(path: Path) -> Mapping[str, Any]:
-    """The options in a JSON or TOML file, by name; with `FILE#NAME`, those of a model and the shared ones.
+    """Return the options in a JSON or TOML file, by name; for `FILE#NAME`, a model's and the shared options.
 
     Empty if the file has models and none is named: each is exported by itself, see `models_in`.
 
     Raises:
         UsageError: it cannot be read, is not a file of options, or has no such model.
+        LfsPointer: it is a Git LFS pointer.
     """
     file, name = _parted(str(path))
     found = _read(Path(file))
@@ -77,6 +78,7 @@ def models_in(path: Path) -> dict[str, dict[str, Any]]:
 
     Raises:
         UsageError: it cannot be read, or is not a file of options.
+        LfsPointer: it is a Git LFS pointer.
     """
     file, name = _parted(str(path))
     if name:
@@ -86,7 +88,7 @@ def models_in(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _meant(found: Mapping[str, Any]) -> str:
-    """The hint for a file's content with `[model.NAME]` in place of `[models.NAME]`; empty for any other."""
+    """Return the hint for a file's content with `[model.NAME]` in place of `[models.NAME]`; else ""."""
     named = found.get("model")
     return f"write [{_MODELS}.{next(iter(named), 'NAME')}]: with an s" if isinstance(named, dict) else ""
 

@@ -40,12 +40,12 @@ _ESCAPED_OR_STYLE = re.compile(rf"\\([\\\[])|\[((?:{_STYLE})(?: (?:{_STYLE}))*)\
 
 
 def escape(value: Any) -> str:
-    """Return a value as text that is printed as it is: markup characters, `[` and backslash, are escaped."""
+    """Return a value as text with markup's special characters, `[` and backslash, escaped."""
     return _SPECIAL.sub(r"\\\g<0>", str(value))
 
 
 def labelled(label: str, value: Any) -> str:
-    """A line of a result, with markup: a bold label, and an escaped value in the second column."""
+    """Return a line of a result, with markup: a bold label, and an escaped value in the second column."""
     return f"[bold]{label:<14}[/]{escape(value)}"
 
 
@@ -65,7 +65,7 @@ def rendered(line: str, *, coloured: bool) -> str:
 
 
 def plain(*lines: str) -> bytes:
-    """The body of a text/plain response, one line each, in UTF-8; control characters are escaped.
+    """Return the body of a text/plain response in UTF-8, each text on a line; control characters are escaped.
 
     People read it on terminals.
     """
@@ -73,7 +73,10 @@ def plain(*lines: str) -> bytes:
 
 
 def quote_logs() -> None:
-    """Escape control characters in lines that `logging` prints by itself, without a configured handler."""
+    """Let `logging` escape control characters in lines that it prints without a configured handler.
+
+    For the whole process, from now on.
+    """
     import logging
 
     class Quoted(logging.Formatter):
@@ -134,16 +137,16 @@ class Output(Struct):
     def result(
         self, document: Struct, lines: Iterable[str] = (), *, brief: str = "", is_done: bool = False
     ) -> None:
-        """Print the command's result on stdout, as JSON or as lines for people.
+        """Print the command's result on stdout, as JSON or as lines for people, and flush it.
 
-        `lines` and `brief` may contain markup. `document` is one of `exporter.cli.documents` or
-        `serving.documents`. `brief` is the one line that people get if the output is brief. Nothing is
-        printed with --quiet. `is_done`: the result has happened already, so that a failure to print it is
-        only a warning. After a failure stdout is redirected to /dev/null, unless `json_lines`.
+        `document` is one of `exporter.cli.documents` or `serving.documents`; people get `lines` instead, or,
+        if the output is brief, the one line `brief`. Both may contain markup. Nothing is printed with
+        --quiet. `is_done`: the result has happened already, so that a failure to print it is only a warning.
+        After a failure stdout is redirected to /dev/null, unless `json_lines`.
 
         Raises:
             BrokenPipeError: the reader of stdout has ended; not with `is_done`.
-            ExportError: it cannot be written for another reason; not with `is_done`.
+            ExportError: the result cannot be written for another reason; not with `is_done`.
         """
         with self._writing_stdout(is_done=is_done):
             if self.mode is OutputMode.JSON:
@@ -184,13 +187,14 @@ class Output(Struct):
             ) from error
 
     def table(self, title: str, columns: Mapping[str, str], rows: Iterable[Iterable[Any]]) -> None:
-        """Print a table for people on stdout.
+        """Print a table for people on stdout; nothing with --json or --quiet.
 
-        `columns` maps headings to "left" or "right", the alignment of cells. Nothing with --json or --quiet.
-        An empty title is not printed.
+        `columns` maps headings to "left" or "right", the alignment of cells; `rows` have a cell for each
+        column. Cells contain no markup. An empty title is not printed.
 
         Raises:
-            BrokenPipeError, ExportError: it cannot be written.
+            BrokenPipeError: the reader of stdout has ended.
+            ExportError: the table cannot be written for another reason.
         """
         if self.mode is not OutputMode.HUMAN:
             return
@@ -242,9 +246,10 @@ class Output(Struct):
 
     @contextmanager
     def at_work(self, what: str) -> Iterator[None]:
-        """Print on a terminal that the block is at work if nothing else was printed for two seconds.
+        """Print a note that the block is at work if it has printed nothing for its first two seconds.
 
-        `what` names the command. Nothing with --json or --quiet, or where stderr is not a terminal.
+        `what` names the command. Nothing with --json or --quiet, or if stderr is not a terminal. The note
+        comes from a thread of its own.
         """
         if self.mode is not OutputMode.HUMAN or not self.stderr.isatty():
             yield
@@ -282,10 +287,10 @@ class Output(Struct):
             silence(stream)
 
     def error(self, error: ExportError) -> None:
-        """Print an error with its cause and hint on stderr.
+        """Print an error with its cause and hint on stderr, also with --quiet.
 
         With --json it is one object, the last line of stderr. A failure to write is ignored. Cause and hint
-        of a full disk may be changed before.
+        of a DiskFull error may be changed in place before.
         """
         _explain(error)
         if self.mode is OutputMode.JSON:
@@ -305,10 +310,10 @@ class Output(Struct):
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Progress]:
-        """Show a progress bar on stderr during the block, if that is a terminal and a person reads it.
+        """Show a progress bar on stderr for the block, if that is a terminal; not with --json or --quiet.
 
-        Yields the object to which the block reports how much is done, of `total` bytes. A bar inside
-        another's block is shown below it.
+        Yields the receiver of progress, to which the block reports the bytes done, of `total`. A bar inside
+        the block of another one is shown below that.
         """
         if self.mode is not OutputMode.HUMAN or not self.stderr.isatty():
             yield NoProgress()
@@ -394,7 +399,7 @@ def to_json(value: Any) -> Any:
 
 
 def silence(stream: IO[str]) -> None:
-    """Redirect a stream's descriptor to /dev/null, so that after a failure its buffer is not written at exit.
+    """Redirect a stream's descriptor to /dev/null, for after a failure: its buffer is then written there.
 
     A failure to do so is ignored.
     """

@@ -68,13 +68,14 @@ RENAMED: ContextVar[tuple[str, ...]] = ContextVar("RENAMED", default=())
 
 
 def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
-    """The options that a variable or a file sets, by parameter name; the file's values are put into `given`.
+    """Return the options that an environment variable or a file of options sets, by parameter name.
 
-    `context` is Click's, `given` has its parsed values by parameter name. Notes on old names in the file are
-    added to `RENAMED`.
+    `context` is Click's; `given` has its parsed values by parameter name, and gets the file's values. Notes
+    on old names in the file are added to `RENAMED`.
 
     Raises:
         UsageError: the file cannot be read, has an unknown option, or a value of the wrong kind.
+        LfsPointer: the file is a Git LFS pointer.
         typer.BadParameter: a value in the file cannot be parsed.
     """
     by_name = {max(one.opts, key=len): one for one in context.command.params}
@@ -107,7 +108,7 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
 
 
 def variable_of(context: Any, parameter: Any) -> str | None:
-    """The name of the environment variable with an option's value; None if the value does not come from one.
+    """Return the environment variable from which an option has its value; None if it has it from elsewhere.
 
     `context` and `parameter` are Click's.
     """
@@ -118,7 +119,7 @@ def variable_of(context: Any, parameter: Any) -> str | None:
 def _cast(path: Path, context: Any, parameter: Any, text: Any) -> Any:
     """Return a value from a file of options, `text`, parsed as if it had been typed for Click's `parameter`.
 
-    typer.BadParameter if it cannot be parsed; it knows the file (`file_of_options`).
+    typer.BadParameter if it cannot be parsed, with the path as `file_of_options`.
     """
     try:
         return parameter.type_cast_value(context, text)
@@ -128,10 +129,10 @@ def _cast(path: Path, context: Any, parameter: Any, text: Any) -> Any:
 
 
 def misspelt(context: Any) -> Iterator[tuple[str, str]]:
-    """Yield the names of environment variables that nearly name an option, each with the one probably meant.
+    """Yield pairs of an environment variable that nothing reads, and the variable that was probably meant.
 
-    They are sorted. `context` is Click's; all commands are imported if there is any variable of the program
-    that does not name an option of its own.
+    They are sorted by name. `context` is Click's; all commands are imported if any variable that begins with
+    the program's name is not an option of the program itself.
     """
     root = context.find_root()
     prefix = f"{root.auto_envvar_prefix}_"
@@ -149,9 +150,10 @@ def misspelt(context: Any) -> Iterator[tuple[str, str]]:
 
 
 def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
-    """Raise UsageError for the file's value of an option that would be misread, by Click's `parameter`.
+    """Raise UsageError for a value in a file of options that Click's `parameter` would misread.
 
-    Such are `true` for a number, null, or a list or table for one value. `name` is the option in the file.
+    Such are `true` for a number, null, or a list or table for one value. `path` is the file, `name` the
+    option's name in it.
     """
     if value is None or (isinstance(value, bool) and not parameter.is_flag):
         expected = "true or false" if parameter.is_flag else "a text or a number"
@@ -204,10 +206,10 @@ _WORDS = {word: word for word in ("MODEL", "WHAT", "PATH")} | {"DIR|PREFIX": "DI
 
 
 def with_names(error: ExportError) -> ExportError:
-    """Replace words such as MODEL in an error's hint, in place, by the typed values, so that it can be run.
+    """Replace words such as MODEL in an error's hint, in place, by the typed values; return the same error.
 
-    Words for which nothing was typed stay. The hint `see --help` gets the command's name. Returns the same
-    error.
+    So the hint can be run. Words for which nothing was typed stay. The hint `see --help` gets the command's
+    name.
     """
     typed = _TYPED.get() or {}
     if error.hint == UsageError.default_hint:
@@ -227,6 +229,7 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
 
     Raises (the returned function):
         UsageError: an option is given without one that it goes with; or a value, or the file, is wrong.
+        LfsPointer: the file is a Git LFS pointer.
         typer.BadParameter: a value in the file cannot be parsed.
     """
     parameters: list[inspect.Parameter] = []
@@ -282,8 +285,8 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
 def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhere: dict[str, Taken]) -> None:
     """Reset options that were not typed, and would have no effect, to their defaults, in both mappings.
 
-    `found` has each option, its struct's parameter and its value, by name; `elsewhere` has the untyped ones
-    by parameter name. UsageError if a value is wrong.
+    `found` has each option, its struct's parameter and its value, by name; `elsewhere` has the options from
+    variables and files, by parameter name, and loses the reset ones. UsageError if a value is wrong.
     """
     while True:
         values = [
@@ -300,13 +303,13 @@ def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhe
 
 
 def _hint_word(parameter: inspect.Parameter) -> str:
-    """The word in hints for a parameter's value, as `MODEL`, by its metavar; empty if there is none."""
+    """Return the word in hints for a parameter's value, such as `MODEL`, by its metavar; "" without one."""
     metavars = (getattr(one, "metavar", None) for one in getattr(parameter.annotation, "__metadata__", ()))
     return next((_WORDS[one] for one in metavars if one in _WORDS), "")
 
 
 def _sort_key(parameter: inspect.Parameter) -> int:
-    """The index of the parameter's heading in `HEADINGS`; their number for any other heading, or none."""
+    """Return the index of a parameter's heading in `HEADINGS`; their number for another heading, or none."""
     places = {heading: place for place, heading in enumerate(HEADINGS)}
     headings = (
         getattr(one, "rich_help_panel", None) for one in getattr(parameter.annotation, "__metadata__", ())
@@ -317,7 +320,8 @@ def _sort_key(parameter: inspect.Parameter) -> int:
 def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
     """Return a declared option as a parameter with Typer's annotation, and with `default`.
 
-    With a parser of its own, or an empty or infinite default, its parsed value is None unless it was typed.
+    If the option has a parser of its own, or an empty or infinite default, the parsed value is None unless it
+    was typed; a repeatable option's value is a list of texts.
     """
     option, parser = one.option, None
     kind: Any = option.typed or one.type
@@ -372,7 +376,7 @@ def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _parameter_name(one: DeclaredOption) -> str:
-    """The Python name of an option's parameter: `model_arg` for `--model-arg`."""
+    """Return the Python name of an option's parameter: `model_arg` for `--model-arg`."""
     return one.name.lstrip("-").replace("-", "_")
 
 
@@ -392,7 +396,7 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def _typer_options(values: Struct) -> list[inspect.Parameter]:
-    """The fields of a struct that `typer.Option` annotates, as parameters with its values as defaults."""
+    """Return the fields of a struct that `typer.Option` annotates, as parameters; defaults are its values."""
     hints = type_hints(type(values))
     kind = inspect.Parameter.KEYWORD_ONLY
     return [
@@ -405,10 +409,10 @@ def _typer_options(values: Struct) -> list[inspect.Parameter]:
 
 
 def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
-    """Return a copy of the struct with the typed values, which are by the path of names to each field.
+    """Return a copy of the struct `values` with the typed values set; a value of None leaves its field alone.
 
-    A value of None leaves the field as it is. A `Fields` value sets several fields of the struct. UsageError
-    if a value does not fit its field.
+    `typed` has the values by the path of field names to each field. A `Fields` value sets several fields of
+    the struct. UsageError if a value does not fit its field.
     """
     changes: dict[str, Any] = {}
     parts: dict[str, dict[tuple[str, ...], Any]] = {}
@@ -424,10 +428,10 @@ def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
 
 
 def _read(one: DeclaredOption, typed: Any, elsewhere: Mapping[str, Taken]) -> Any:
-    """Return the value of an option's field, from the typed one; see `_value`.
+    """Return the value of an option's field, converted from the typed value; UsageError if it is wrong.
 
-    `elsewhere` has the untyped options by parameter name: a UsageError for one of them names its variable or
-    file.
+    `elsewhere` has the options from variables and files, by parameter name: the error for one of them names
+    its variable or file.
     """
     try:
         return _value(one, typed)
@@ -440,7 +444,7 @@ def _read(one: DeclaredOption, typed: Any, elsewhere: Mapping[str, Taken]) -> An
 
 
 def _value(one: DeclaredOption, typed: Any) -> Any:
-    """Return the value of an option's field, converted from the typed one; UsageError if it is wrong."""
+    """Return the value of an option's field, converted from the typed value; UsageError if it is wrong."""
     if isinstance(typed, str) and (kind := _enum(one.type)) is not None:
         return kind(typed)  # from a file; Typer converts typed ones
     if _is_several(one) and one.option.parse is not None:
@@ -477,7 +481,7 @@ def pairs(option: str, values: Iterable[str]) -> dict[str, str]:
 def help_of(text: str) -> str:
     r"""Return a docstring as a help text with one line per paragraph, as Typer wants it.
 
-    After a `\b` lines are kept.
+    Lines of a paragraph that begins with `\b` are kept.
     """
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(

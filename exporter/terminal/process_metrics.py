@@ -20,13 +20,13 @@ class Described(Struct, frozen=True):
 
 
 def build_info(prefix: str) -> Described:
-    """The description of the metric `PREFIX_build_info`, which tells a program's version."""
+    """Return the description of the metric `PREFIX_build_info`, with a program's version as a label."""
     text = "1, with the program's version and Python's as labels."
     return Described(f"{prefix}_build_info", "gauge", ("version", "python"), text)
 
 
 def register_process(registry: Any, prefix: str) -> None:
-    """Add metrics of this process to a Prometheus registry: `PREFIX_build_info`, and those from /proc.
+    """Add metrics of this process to a Prometheus registry: `PREFIX_build_info`, and metrics from /proc.
 
     ValueError (of prometheus_client) if the registry has them already.
     """

@@ -38,7 +38,7 @@ no_progress = _NotShown()
 
 
 def human_bytes(count: float) -> str:
-    """A number of bytes as text, in the largest fitting binary unit: 1536 is `1.5 KiB`, 17 is `17 B`."""
+    """Return a number of bytes as text, in the largest fitting binary unit: `1.5 KiB` for 1536, `17 B`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -47,7 +47,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """Seconds as text, in the largest unit that gives at least two: `42 s`, `5 min`, `3 h`, `2 d`."""
+    """Return seconds as text, in the largest unit that gives at least two: `42 s`, `5 min`, `3 h`, `2 d`."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -55,5 +55,5 @@ def human_time(seconds: float) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """A number with the noun `thing`, in the plural unless it is 1: `1 delta`, `2 deltas`."""
+    """Return a number with the noun `thing`, in the plural unless it is 1: `1 delta`, `2 deltas`."""
     return f"{number} {thing}{'s' * (number != 1)}"

@@ -47,7 +47,10 @@ def require_tensorflow(purpose: str) -> None:
 
 
 def needed(error: ModuleNotFoundError) -> ExportError:
-    """The error to report for a failed import: TensorFlowNeeded for TensorFlow or Keras, else ExportError."""
+    """Return the error to report for a failed import: TensorFlowNeeded for TensorFlow or Keras.
+
+    A plain ExportError for any other module.
+    """
     if not _is_of_tensorflow(error):
         return ExportError(f"unexpected {type(error).__name__}: {error}")
     return TensorFlowNeeded("this runs in TensorFlow, which is not installed", cause=str(error))
@@ -55,9 +58,9 @@ def needed(error: ModuleNotFoundError) -> ExportError:
 
 @contextmanager
 def said_by_name() -> Iterator[None]:
-    """In somebody else's program, raise TensorFlowNeeded if the block needs a TensorFlow that is not there.
+    """Run the block; raise TensorFlowNeeded if it imports TensorFlow, and no supported one is installed.
 
-    Nothing else changes there: no message is silenced.
+    For other people's programs: no message is silenced. During the block a finder is on `sys.meta_path`.
 
     Raises:
         TensorFlowNeeded: TensorFlow is imported in the block, and is missing or unsupported; or was imported
@@ -91,9 +94,9 @@ _WATCHED = WhileNeeded(_watched)
 
 
 def require_fitting() -> None:
-    """Refuse an installed TensorFlow of an unsupported release.
+    """Refuse an installed TensorFlow of an unsupported release, by its metadata; it is not imported.
 
-    None at all is accepted, and it is not imported.
+    No TensorFlow at all is accepted, and any newer tf-nightly.
 
     Raises:
         TensorFlowNeeded: it is too old, or too new.
@@ -118,7 +121,8 @@ def require_fitting() -> None:
 def on_import_of_tensorflow() -> None:
     """Silence imports of TensorFlow in this process, and let an unsupported one raise TensorFlowNeeded.
 
-    Two environment variables are set, unless the user has set them: it logs errors only, and sees no GPU.
+    For the rest of the process. Two environment variables are set, unless the user has set them: TensorFlow
+    logs errors only, and sees no GPU. No finder is added if TensorFlow is imported already.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # an export computes nothing that a device would help

@@ -27,10 +27,11 @@ _UNKNOWN_COMMAND = re.compile(r"No such command (.*?)\.(?: Did you mean .*)?", r
 def wrong_use(
     error: Any, command: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
 ) -> UsageError:
-    """Return the error for a command line that Click refused with `error`; its hint proposes the one meant.
+    """Return the UsageError for a command line that Click refused with `error`; its hint proposes another.
 
-    `command` is the program's root, `program` its name. `takes` are the options, or the command, for words
-    typed in place of a command, in their order: such a word is probably a path.
+    `command` is the program's root, `program` its name, `arguments` were typed after it. `takes` are the
+    options, or the command, for words typed in place of a command, in their order: such a word is probably a
+    path.
     """
     message = error.format_message()
     for technical, plain in _PLAINLY.items():
@@ -78,7 +79,7 @@ def wrong_use(
 
 
 def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
-    """The Click context of the typed command, made without parsing its arguments; the root's without one.
+    """Return the Click context of the typed command, made without parsing; the root's if none was typed.
 
     `command` is the program's root, `program` its name.
     """
@@ -88,7 +89,7 @@ def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
 
 
 def _with_missing(program: str, arguments: Sequence[str], parameter: Any, context: Any) -> str:
-    """The command line with its missing parameter added; surplus words become the values of required options.
+    """Return the command line with its missing parameter; surplus words become values of required options.
 
     `arguments` begin with the command's name, if there is one; `parameter` and `context` are Click's.
     """
@@ -109,9 +110,10 @@ def _with_missing(program: str, arguments: Sequence[str], parameter: Any, contex
 
 
 def _with_position(parameter: Any, arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the words of a command line; MODEL@POSITION is split, if the missing option takes a position.
+    """Yield the words of a command line; MODEL@POSITION is split if the missing option takes a position.
 
-    `parameter` is that option. The split word becomes the model, the option's name and the position.
+    `parameter` is the missing option, or argument, of Click. The split word becomes the model, the option's
+    name and the position.
     """
     is_position = parameter.metavar == "POSITION" and parameter.param_type_name == "option"
     for each in arguments:
@@ -122,9 +124,9 @@ def _with_position(parameter: Any, arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _option_without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, str] | None:
-    """The first option without its value: its name, metavar, and the option that follows it.
+    """Return the first option without its value: its name, metavar, and the option that follows it.
 
-    None without one. `context` is Click's, of the typed command.
+    None if each has its value. `context` is Click's, of the typed command.
     """
     known = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
     for name, follows in pairwise(arguments):
@@ -137,10 +139,10 @@ def _option_without_value(context: Any, arguments: Sequence[str]) -> tuple[str, 
 def _unknown_word(
     word: str, context: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
 ) -> str:
-    """The command line probably meant, in which an unknown word is replaced, or is the value of an option.
+    """Return the command line probably meant, in which an unknown word is replaced, or an option's value.
 
-    The word is replaced by the nearest command; without one, it becomes the value of one of the options
-    `takes`.
+    The word is replaced by the nearest command; if none is near, it becomes the value of the first option in
+    `takes` that is not typed, and words after it the values of the next ones.
     """
     if word in _MEANT:
         command, option = _MEANT[word]
@@ -178,7 +180,7 @@ _MEANT = {"untag": ("tag", "--delete")}
 
 
 def _usage_of(parameter: Any, context: Any) -> str:
-    """An option or argument in the form in which it is typed: `--keep N`, `MODEL`.
+    """Return an option or argument in the form in which it is typed: `--keep N`, `MODEL`.
 
     Both parameters are Click's.
     """
@@ -189,7 +191,7 @@ def _usage_of(parameter: Any, context: Any) -> str:
 
 
 def _told(parameter: Any, context: Any) -> str:
-    """An option as it is typed, with its value's form, and its help in one line.
+    """Return an option in the form in which it is typed, `--keep N`, and its help in one line.
 
     Both parameters are Click's.
     """
@@ -197,7 +199,7 @@ def _told(parameter: Any, context: Any) -> str:
 
 
 def _nearest_choice(parameter: Any, message: str) -> str:
-    """The option with the choice nearest to the typed one, as it is typed; empty if none is near.
+    """Return an option with the choice nearest to the typed value: `--data copy`; "" if none is near.
 
     `message` is Click's, about a value that is not one of the choices.
     """
