@@ -27,6 +27,7 @@ from tests.support.key_pairs import key_pair
 from tests.support.logs import Serving, publish_base
 from tests.support.machines import Machine, machine_in, pushed
 from tests.support.object_stores import Bucket
+from tests.support.step_models import MODEL, save
 
 LOG = f"deltas/{10:020d}"
 
@@ -248,6 +249,33 @@ def test_a_base_without_identity_does_not_come_after_one_that_has_it(world: Worl
     ran = world.pull("--json")
     assert (ran.code, "does not say of which model" in ran.error["message"]) == (6, True)
     assert not (world.copy / str(number)).exists()
+
+
+def test_a_base_without_identity_names_the_command_that_replaces_it(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No delta follows it, so that there is nothing to merge."""
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(MODEL)
+    words = ("--ckpt-dir", "train", "--model", "model.py:build", "--out", "ranker")
+    for step in (10, 20):
+        save(Path("train"), step)
+        ran = export_model(*words, "--sign-key", world.private, "--new-base", "always")
+        assert ran.code == 0, ran.err
+    base, model = Path("ranker/20"), Path("ranker")
+    identity = read_manifest(base).identity
+    manifest = replace(read_manifest(base), identity=None, signature=None)
+    (base / "manifest.json").write_text(
+        to_json(Signer.of(str(world.private), "ranker").signed(manifest, base.name))
+    )
+    look = ("verify", model, "--trust", world.public, "--signed-as", f"ranker@{identity}", "--json")
+    refused = export_model(*look)
+    assert (refused.code, "does not say of which model" in refused.error["message"]) == (6, True), refused.err
+    typed = refused.error["hint"].partition("publish a base with this release: ")[2]
+    assert "nothing to do" in export_model("merge", model, "--rebase", "--sign-key", world.private).out
+    again = export_model(*shlex.split(typed.partition("&& export-model ")[2]))
+    assert again.code == 0, (typed, again.err)
+    assert read_manifest(model / "21").identity == identity
 
 
 def test_an_update_takes_what_the_name_says_until_it_is_pinned(world: World) -> None:
