@@ -183,7 +183,7 @@ def pull(
                     said = _tell_once(done.untrusted[0], said, sink) if done.untrusted else ""
                     for fetched in done.fetched:
                         published.add(model / fetched)
-                    if done.fetched or done.removed:
+                    if done.fetched or done.removed or done.repeated:
                         _print_pull(done, model, sink)
                 time.sleep(looks.interval)
 
@@ -197,7 +197,7 @@ def _tell_once(error: ExportError, said: str, sink: Output) -> str:
 def _print_pull(done: Pulled, model: Path, sink: Output, *, dry_run: bool = False) -> None:
     from exporter.cli.documents.logs import Pull
 
-    is_something = done.fetched or done.removed
+    is_something = done.fetched or done.removed or done.repeated
     document = Pull(
         dry_run=dry_run,
         status=_status(dry_run=dry_run) if is_something else Status.NOTHING_TO_DO,
@@ -206,6 +206,8 @@ def _print_pull(done: Pulled, model: Path, sink: Output, *, dry_run: bool = Fals
         removed=done.removed,
         incomplete=done.incomplete,
         waiting=done.waiting,
+        way_on=done.way_on,
+        repeated=done.repeated,
         untrusted=[error.message for error in done.untrusted],
         bytes=done.bytes_,
         spared=done.spared,
@@ -220,9 +222,15 @@ def _print_pull(done: Pulled, model: Path, sink: Output, *, dry_run: bool = Fals
         lines.append(labelled("would remove" if dry_run else "removed", ", ".join(done.removed)))
     if done.incomplete:
         lines.append(labelled("not whole yet", ", ".join(done.incomplete)))
+    if done.repeated:
+        lines.append(labelled("repeated", f"{done.repeated}: what the store went back to, or resumed"))
     if done.waiting:
-        why = "this copy was rolled back; for a merged delta or a base: export-model merge URL"
-        lines.append(labelled("waiting", f"{', '.join(done.waiting)}: {why}"))
+        then = (
+            f"{done.way_on}, then pull again"
+            if done.way_on
+            else "they wait for what the store publishes next"
+        )
+        lines.append(labelled("waiting", f"{', '.join(done.waiting)}: this copy was rolled back; {then}"))
     if done.untrusted:
         lines.append(labelled("not trusted", "; ".join(error.message for error in done.untrusted)))
     if done.identity:

@@ -47,13 +47,14 @@ from exporter.publish.commit import (
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, list_deltas, log_of, read_log
 from exporter.publish.delta_publication import Publication, header_of, publish_changes, publish_written
 from exporter.publish.finite import require_merger_finite, unchecked
-from exporter.publish.hold import HeldBy, Hold
+from exporter.publish.hold import Decided, HeldBy, Hold
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.permission import binding, judged, require_on_way
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
 from exporter.publish.tags import Standing, resolve_position
 from exporter.publish.versions import (
     VersionDir,
+    in_force,
     is_taken,
     is_trusting,
     log_directories,
@@ -412,6 +413,36 @@ def rollback(
             replaced=replaced,
             made=restorer.form_of(asked),
         )
+
+
+def repeat(model: Path, to: int, made: DeltaOrigin, held: HeldBy | None) -> Path | None:
+    """Publish the values of position `to` as a copy's next delta, as its store did; return the delta's path.
+
+    `made` is a rollback or a resumption, `held` the store's hold after it, None without one: the copy is held
+    by it from then on, at the new position. The copy's own hold stays beside it. Nobody else reads the delta,
+    so no key has to sign it. None if no delta leads back to these values.
+
+    Raises:
+        ModelHeld: a canary of the copy rejected the values.
+        PositionUnknown, OverlayFull, NotFinite: the values are gone, or servers would refuse them.
+        TargetBusy, VerificationError, CheckpointError, PublishError: as `rollback`.
+    """
+    from exporter.pipeline.restoration import Restoration, Restored
+
+    with in_force(model, unsigned=True), _operating(model) as (restorer, staging):
+        if made is DeltaOrigin.ROLLBACK:
+            asked = replace(restorer.rollback_of(to), reason=None if held is None else held.why or None)
+        else:
+            asked = Restoration(to, made, restorer.at.position)
+        if restorer.form_of(asked) is not Restored.DELTA:
+            return None
+        hold, own = restorer.hold, restorer.hold.decided().own
+        with hold.put_back_on_failure(staging):
+            done = restorer.publish(asked, staging)
+        if held is not None:
+            held = replace(held, position=done.manifest.position, values_of=to)
+        hold.set(Decided(own).following(held), staging)
+        return done.path
 
 
 def _replaced(hold: Hold) -> HeldBy | None:

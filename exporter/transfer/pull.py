@@ -136,6 +136,7 @@ from exporter.transfer.items import (
     files_of,
     forged,
     local_holds,
+    local_item,
     local_items,
     local_paths,
     looking_again,
@@ -143,7 +144,16 @@ from exporter.transfer.items import (
 )
 from exporter.transfer.push import parse
 from exporter.transfer.same_files import LocalFiles
-from exporter.transfer.taken_back import TakenBack, is_merger, is_of_a_canary, is_restoration, restored
+from exporter.transfer.taken_back import (
+    TakenBack,
+    is_merger,
+    is_of_a_canary,
+    is_restoration,
+    repeated,
+    restored,
+    to_repeat,
+    way_on,
+)
 
 if TYPE_CHECKING:
     from exporter.publish.signing import Trust
@@ -238,7 +248,9 @@ class Pulled(Struct, frozen=True):
     position.
 
     `incomplete` have a manifest in the store, but not yet all their files; `waiting` are those that servers
-    could not load after a rollback here (see `exporter.transfer.push`).
+    could not load after what this copy took back by itself (`exporter.transfer.taken_back`), and `way_on` is
+    the shell command after which the copy gets past them: empty if nothing waits, or if only the store's next
+    publications help. `repeated` is the restoration published here because the store's did not fit.
     """
 
     fetched: tuple[str, ...]
@@ -255,6 +267,8 @@ class Pulled(Struct, frozen=True):
     """True if this pull pinned the identity."""
     spared: tuple[Spared, ...] = ()
     """What of the fetched publications did not come from the store."""
+    way_on: str = ""
+    repeated: str = ""
 
 
 def pull(
@@ -516,6 +530,7 @@ class _Pull:
         self._fetched, self._damaged = fetched, damaged
         self.passed_by = set[str]()
         self.holds_new_logs, self.workers = False, 0
+        self._repeated = ""
         self.here = by_path(local_items(model))
         self._lent = LocalFiles(model)
         for item in self.here.values():
@@ -528,7 +543,7 @@ class _Pull:
         if trust is not None:
             self._require_trusted(trust)
             self._leave_untrusted()
-        self._held = False
+        self._held = set[str]()
         self.last, self._taken_back, self._agreed = -1, list[TakenBack](), dict[tuple[str, int], Item]()
 
     def run(self, head: Head | None, progress: ProgressFactory, *, prune: bool) -> Pulled:
@@ -553,9 +568,38 @@ class _Pull:
         incomplete = self._fetch(wanted, progress)
         if not incomplete:
             self._settle_holds()
+            waiting = self._repeat(waiting)
         elif not self._fetched:
             self._require_sizes(self._stored.items[incomplete[0]])
         return self._done(removed, incomplete, waiting)
+
+    def _repeat(self, waiting: tuple[str, ...]) -> tuple[str, ...]:
+        """Publish the values of the store's newest restoration here, if `to_repeat` has to.
+
+        Return `waiting` without it. With trusted keys nothing is repeated that ends before the copy's newest
+        position: it may be an old rollback that was put back into the store. Raises as
+        `exporter.pipeline.log_maintenance.repeat`.
+        """
+        from exporter.pipeline.log_maintenance import repeat  # late: most pulls publish nothing themselves
+
+        log = max(self.here.values(), key=lambda item: item.order).log_path
+        own = Hold(self._model / log).decided().own
+        item = to_repeat(self.here, self._stored.items, self._taken_back, own)
+        if item is None or not isinstance(entry := item.manifest.incremental, DeltaEntry):
+            return waiting
+        newest = max(each.manifest.position for each in self.here.values())
+        if self._trust is not None and item.manifest.position < newest:
+            return waiting
+        held = self._stored_hold(f"{log}/{HOLD_FILE}")
+        if held is not None and held.position != item.manifest.position:
+            held = None
+        path = repeat(self._model, restored(item) or 0, entry.made, held)
+        if path is None:
+            return waiting
+        made = local_item(self._model, path)
+        self.here[made.path] = made
+        self._repeated = made.path
+        return tuple(each for each in waiting if each != item.path)
 
     def plan(self, head: Head | None, *, prune: bool) -> Pulled:
         """Return what `run` would return now, without a change on disk.
@@ -620,12 +664,14 @@ class _Pull:
             self.has_own = True
             return [], ()
         coming, held, withheld = self._fitting(wanted)
-        self._held = bool(held)
+        self._held = held
         led_past = [item for path, item in self._stored.items.items() if path not in held | withheld]
         return coming, tuple(
             item.path
             for item in wanted
-            if item.path in withheld and not any(_replaces(each, item) for each in led_past)
+            if item.path in withheld
+            and not any(_replaces(each, item) for each in led_past)
+            and repeated(item, self.here, self._stored.items) is None
         )
 
     def _find_taken_back(self, known: Known | None) -> None:
@@ -757,7 +803,29 @@ class _Pull:
             waiting,
             tuple(self._untrusted),
             spared=spared,
+            way_on=self._way_on(waiting) if waiting else "",
+            repeated=self._repeated,
         )
+
+    def _way_on(self, waiting: Iterable[str]) -> str:
+        """Return the shell command after which this copy gets past what waits; empty if there is none yet.
+
+        If a version that leads past all of it waits for the copy's own hold, the command lifts that. Nothing
+        helps while the store is held, or has nothing beyond what was taken back here.
+        """
+        stored = self._stored.items
+        bases = (stored[path] for path in self._held if not stored[path].is_delta)
+        if any(all(_replaces(base, stored[path]) for path in waiting) for base in bases):
+            owns = (Hold(log).decided().own for log in log_directories(self._model))
+            return next((_typed(*own.lifting(self._model)) for own in owns if own is not None), "")
+        try:
+            words = way_on(stored.values(), self._taken_back)
+        except LookupError:
+            return ""
+        holds = (self._stored_hold(name) for name in self._stored.holds if name.endswith(HOLD_FILE))
+        if words and any(by is not None and not by.canary for by in holds):
+            return ""  # of a model that is held no base is published
+        return _typed("export-model", "merge", str(self._url), *words)
 
     def _require_trusted(self, trust: Trust) -> None:
         """Refuse a copy that contains publications which no trusted key has signed; note the accepted ones.
@@ -801,6 +869,8 @@ class _Pull:
             least, position = self._least_hold(name, here.get(name)), position_in(holds[name])
             if here.get(name) == holds[name] or (position is not None and position >= least):
                 continue
+            if self._repeated_at(name.rpartition("/")[0], position) is not None:
+                continue  # servers are held where its values were published again
             self._refused.add(name)
             said = "no position" if position is None else f"position {position}"
             to = "POSITION" if position is None else position
@@ -1212,9 +1282,17 @@ class _Pull:
         if held is None or held.position < 0:
             return None
         unknown = HeldBy(held.position, "", _LONG_AGO, canary=held.is_canary)
+        by = replace(held.by or unknown, url=str(self._url))
+        if (again := self._repeated_at(log, held.position)) is not None:
+            return replace(by, position=again.manifest.position, values_of=restored(again))
         there = {path: item for path, item in self.here.items() if path in self._stored.manifests}
-        values_of = self._values_of(there, log, held.position)
-        return replace(held.by or unknown, url=str(self._url), values_of=values_of)
+        return replace(by, values_of=self._values_of(there, log, held.position))
+
+    def _repeated_at(self, log: str, position: int | None) -> Item | None:
+        """The copy's delta that repeats the store's rollback at a position of a log; None without one."""
+        items = self._stored.items.values()
+        ends = (item for item in items if item.log == log and item.manifest.position == position)
+        return next(filter(None, (repeated(item, self.here, self._stored.items) for item in ends)), None)
 
     def _values_of(self, items: Mapping[str, Item], log: str, position: int) -> int | None:
         """The position whose values the rollback at `position` of a log restored, if it is among these items.
@@ -1472,6 +1550,10 @@ def _is_same(own: HeldBy, stored: HeldBy) -> bool:
 
 _DAMAGE = (VerificationError, CorruptFile, MissingShard, TruncatedFile, UnsupportedFormat)
 """What reading a publication raises whose files are not those of its manifest."""
+
+
+def _typed(*words: str) -> str:
+    return " ".join(map(quoted, words))
 
 
 def _is_there(path: Path, each: RemoteObject) -> bool:

@@ -13,15 +13,21 @@ So the copy continues with the next merger that begins at G or before, or with t
 own, or the one that `export-model merge URL` makes. A resumption from R is the same: it returns to the values
 of B.
 
+A rollback of the store is a decision about all its copies. If the copy withholds it, its servers get the
+values all the same: the copy publishes them again, by a delta of its own to the position after R, which is
+held for the store (`to_repeat`). When the store resumes, the copy repeats that, too.
+
 A version that was published again here takes nothing but its own number from the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Container, Iterable, Mapping
 
 from msgspec import Struct
 
+from exporter.delta.spans import Span, furthest
+from exporter.publish.hold import HeldBy
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.transfer.items import Item, end_of
 
@@ -51,8 +57,11 @@ class TakenBack(Struct, frozen=True):
         """
         if item.log_path != self.log or not self.log:
             return item.path == self.path
-        ends = item.manifest.from_position, item.manifest.position
-        return any(one is not None and self.to < one <= self.end for one in ends)
+        return self.is_within(item.manifest.from_position) or self.is_within(item.manifest.position)
+
+    def is_within(self, position: int | None) -> bool:
+        """Return True for a position after `to`, and not after `end`; False for None."""
+        return position is not None and self.to < position <= self.end
 
     def is_passed_by(self, item: Item, reached: Iterable[int]) -> bool:
         """True for a delta of this log that begins after `end` and applies at no position in `reached`."""
@@ -76,6 +85,74 @@ def restored(item: Item) -> int | None:
 def is_restoration(item: Item) -> bool:
     """Return True if a publication is a rollback or the resumption of one."""
     return restored(item) is not None
+
+
+def repeated(item: Item, here: Mapping[str, Item], stored: Container[str]) -> Item | None:
+    """Return the copy's own delta that repeats the store's rollback or resumption `item`; None without one.
+
+    It restores the values of the same position in the same way, and has a greater number. `here` has the
+    copy's publications by path, `stored` the paths of the store's.
+    """
+    own = (each for path, each in here.items() if path not in stored and each.log == item.log)
+    beyond = (each for each in own if each.manifest.position > item.manifest.position)
+    same = (each for each in beyond if _decision(each) == _decision(item) is not None)
+    return max(same, key=lambda each: each.order, default=None)
+
+
+def _decision(item: Item) -> tuple[DeltaOrigin, int] | None:
+    """Return what a delta did, and the position whose values came back; None unless it restored values."""
+    entry, to = item.manifest.incremental, restored(item)
+    return (entry.made, to) if isinstance(entry, DeltaEntry) and to is not None else None
+
+
+def to_repeat(
+    here: Mapping[str, Item], stored: Mapping[str, Item], taken_back: Iterable[TakenBack], own: HeldBy | None
+) -> Item | None:
+    """Return the store's newest publication if the copy has to publish its values itself; else None.
+
+    It is a rollback or a resumption that `taken_back` withholds, in the copy's newest log, to a position
+    whose values the copy has from the store. A rollback is repeated if the copy's newest values are later
+    ones, and the copy's `own` hold does not keep servers from them; a resumption only after a rollback that
+    was repeated, and without a hold of the copy. `here` and `stored` have the publications by path.
+    """
+    theirs = max(stored.values(), key=lambda item: item.order, default=None)
+    base = max(
+        (item for item in here.values() if not item.is_delta), key=lambda item: item.order, default=None
+    )
+    decided = None if theirs is None else _decision(theirs)
+    if theirs is None or base is None or decided is None or base.log_path != theirs.log:
+        return None
+    made, to = decided
+    in_log = [item for item in here.values() if item.log_path == theirs.log]
+    ours = [each for each in taken_back if each.log == theirs.log]
+    if not any(each.withholds(theirs) for each in ours) or any(each.end == to for each in ours):
+        return None
+    if not any(item.manifest.position == to for item in in_log):
+        return None
+    newest = max(in_log, key=lambda item: item.order)
+    values = newest.manifest.position if (found := restored(newest)) is None else found
+    if made is DeltaOrigin.ROLLBACK:
+        return theirs if values > to and (own is None or own.reach > to) else None
+    was_repeated = any(repeated(item, here, stored) is newest for item in stored.values() if item.log)
+    return theirs if values < to and own is None and was_repeated else None
+
+
+def way_on(stored: Collection[Item], taken_back: Iterable[TakenBack]) -> tuple[str, ...]:
+    """Return the options of the `merge URL` whose publication a copy can take that withholds others.
+
+    () makes a merged delta, `--rebase` a base. Raises LookupError if neither helps before the store has
+    published more. `stored` has a version.
+    """
+    versions = [item for item in stored if not item.is_delta]
+    base = max(versions, key=lambda item: item.order)
+    deltas = [item for item in stored if item.log and item.log == base.log_path]
+    start = base.manifest.position
+    spans = [Span(each.manifest.from_position or 0, each.manifest.position) for each in deltas]
+    chain, ours = furthest(spans, start), [each for each in taken_back if each.log == base.log_path]
+    if not chain or any(each.is_within(chain[-1].end) for each in ours):
+        raise LookupError
+    is_merged = len(chain) == 1 or any(each.is_within(start) for each in ours)
+    return ("--rebase",) if is_merged else ()
 
 
 def is_merger(item: Item) -> bool:

@@ -184,8 +184,8 @@ MEANINGS: Mapping[Code, Meaning] = {
         "machine, as its user, since elsewhere the store may well be seen.",
     ),
     Code.WITHHELD: Meaning(
-        "Publications of the store do not fit after the rollback that a canary made here.",
-        "Merge in the store, as the command says, or let the trainer publish further.",
+        "Publications of the store do not fit after the rollback that this copy made by itself.",
+        "The command, if there is one; else let the trainer publish further.",
     ),
     Code.HELD: Meaning(
         "A person's hold stands. Servers follow no delta beyond it, and new versions are refused.",

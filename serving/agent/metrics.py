@@ -101,7 +101,7 @@ _OF_STORE: _Gauges[StoreView] = {
         lambda store: store.trouble is not None and store.trouble.code is Code.DISK_FULL,
     ),
     "withheld_publications": (
-        "Publications in the store that do not fit after a canary's rollback.",
+        "Publications in the store that do not fit after a rollback of this copy.",
         lambda store: len(store.waiting),
     ),
 }

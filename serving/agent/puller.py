@@ -64,9 +64,10 @@ class Fetched(Struct, frozen=True):
     `complete` is the start of the last look into the store after which nothing was left to fetch (monotonic
     seconds), or the agent's start before the first one. `trouble` says why the last look failed; None if it
     succeeded. `newest` is the position and time of the newest publication in the store; None before one was
-    seen. `waiting` lists publications that do not fit after a canary's rollback, `untrusted` the reasons why
-    others are not fetched. `spared` tells how the newest version came, if this agent fetched one that was
-    here in part, or could have been merged here.
+    seen. `waiting` lists publications that do not fit after a rollback here, `way_on` the shell command that
+    gets past them (empty if there is none yet), `untrusted` the reasons why others are not fetched. `spared`
+    tells how the newest version came, if this agent fetched one that was here in part, or could have been
+    merged here.
     """
 
     url: str
@@ -76,6 +77,7 @@ class Fetched(Struct, frozen=True):
     waiting: tuple[str, ...] = ()
     untrusted: tuple[str, ...] = ()
     spared: Spared | None = None
+    way_on: str = ""
 
 
 class Puller:
@@ -150,7 +152,9 @@ class Puller:
             complete = before.complete if done.incomplete else began
             untrusted = tuple(error.message for error in done.untrusted)
             spared = next(reversed(done.spared), before.spared)
-            self._fetched = Fetched(self._url, complete, None, copy.newest, done.waiting, untrusted, spared)
+            self._fetched = Fetched(
+                self._url, complete, None, copy.newest, done.waiting, untrusted, spared, done.way_on
+            )
             if done.is_pinned_now:
                 self._report(EventKind.SEEN, f"{self._url} is the model {done.identity}: no other is taken")
             if before.trouble is not None:
@@ -159,10 +163,12 @@ class Puller:
                 self._report(EventKind.SEEN, each.text)
             if done.waiting and done.waiting != before.waiting:
                 what = ", ".join(done.waiting)
+                then = done.way_on or "it waits for what the store publishes next"
+                self._report(EventKind.CANARY, f"{what} cannot be fetched after the rollback here: {then}")
+            if done.repeated:
                 self._report(
-                    EventKind.CANARY, f"{what} cannot be fetched after the rollback here: merge {self._url}"
+                    EventKind.SEEN, f"{done.repeated} repeats what {self._url} went back to, or resumed"
                 )
-
             if untrusted and untrusted != before.untrusted:
                 self._report(EventKind.FAILED, f"not taken: {untrusted[0]}")
 

@@ -283,7 +283,8 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             Code.WITHHELD,
             f"{count(len(model.store.waiting), 'publication')} of the store cannot be fetched after the "
             "rollback here",
-            command=f"export-model merge {quoted(model.store.url)}",
+            "" if model.store.way_on else "they wait for what the store publishes next",
+            model.store.way_on,
         )
 
 

@@ -134,7 +134,8 @@ class StoreView(Struct, frozen=True):
     `age_s`: seconds since the directory last held everything in the store; the agent does not know later
     publications. `trouble` says why the last look into the store failed, or is pending, and since when; None
     if it succeeded. `newest` is the newest position that was seen in the store; `waiting` lists publications
-    that do not fit after a canary's rollback. `read_by` is the user and machine of the agent.
+    that do not fit after a rollback here, and `way_on` is the shell command that gets past them; empty if
+    only the store's next publications do. `read_by` is the user and machine of the agent.
     `spared` tells how the newest version came; None if all of it was fetched since the agent began, or none
     came.
     """
@@ -146,6 +147,7 @@ class StoreView(Struct, frozen=True):
     newest: int | None = None
     read_by: str = ""
     spared: Spared | None = None
+    way_on: str = ""
 
     @property
     def problem(self) -> str:
@@ -355,8 +357,8 @@ def _with_store(model: ModelView, puller: Puller | None) -> ModelView:
     fetched = puller.fetched
     age = max(0.0, time.monotonic() - fetched.complete)
     newest = None if fetched.newest is None else fetched.newest[0]
-    waiting, spared = fetched.waiting, fetched.spared
-    store = StoreView(fetched.url, age, fetched.trouble, waiting, newest, this_user(), spared)
+    waiting, spared, way_on = fetched.waiting, fetched.spared, fetched.way_on
+    store = StoreView(fetched.url, age, fetched.trouble, waiting, newest, this_user(), spared, way_on)
     return replace(model, store=store, untrusted=fetched.untrusted)
 
 

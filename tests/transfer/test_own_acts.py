@@ -6,6 +6,7 @@ binds, and at the end what the store says.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -14,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from exporter.publish.delta_log import read_log
+from exporter.publish.model import Model
 from exporter.transfer import pull as pulling
-from exporter.transfer.items import Item
-from exporter.transfer.pull import pull
+from exporter.transfer.items import Item, end_of
+from exporter.transfer.pull import Pulled, pull
 from exporter.transfer.push import plan_push
 from tests.support.budget import THOROUGH
 from tests.support.commands import export_model
@@ -79,6 +81,16 @@ class Life:
             assert max([step for step in steps if step is not None], default=0) <= limit, steps
         return done.waiting
 
+    def obey(self) -> Pulled:
+        """Type what each pull proposes, until nothing waits, or nothing helps yet."""
+        for _ in range(4):
+            done = pull(self.url, self.copy, prune=True)
+            if not done.way_on:
+                return done
+            ran = export_model(*shlex.split(done.way_on)[1:])
+            assert ran.code == 0 and "nothing to do" not in ran.out, (done, ran.out, ran.err)
+        raise AssertionError(f"nothing leads past {done.waiting}")
+
     def end(self) -> None:
         """All holds go; the trainer goes on, and a person merges as the page says."""
         for place in (self.copy, self.url):
@@ -88,10 +100,7 @@ class Life:
         typed("resume", self.copy, "--lift-canary", "--lift-only")
         self.pull()
         self.train(60)
-        if self.pull():
-            typed("merge", self.url)
-        if self.pull():
-            typed("merge", self.url, "--rebase")
+        self.obey()
         self.pull()
         grow_old(self.copy)
         assert self.pull() == ()
@@ -205,6 +214,78 @@ def test_nothing_that_a_copy_did_stops_a_pull(
 )
 def test_these_in_the_first_tier(act: str, event: str, machine: Machine, url: str, tmp_path: Path) -> None:
     test_nothing_that_a_copy_did_stops_a_pull(act, event, machine, url, tmp_path)
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("act", list(ACTS) if THOROUGH else list(ACTS)[4:6])
+def test_what_a_pull_proposes_leads_on(
+    act: str, event: str, machine: Machine, url: str, tmp_path: Path
+) -> None:
+    life = Life(machine, url, tmp_path)
+    ACTS[act][0](life)
+    life.pull()
+    EVENTS[event](life)
+    newest = read_log(life.copy).at.position
+    done = life.obey()
+    assert not done.waiting or max(map(end_of, done.waiting)) <= newest, "only the store can go on"
+    life.end()
+
+
+def test_a_base_is_proposed_where_a_merger_would_begin_after_what_was_taken_back(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    life = Life(machine, url, tmp_path)
+    typed("merge", url, "--rebase")
+    life.pull()
+    life.train(40)
+    life.pull()
+    by_operator(life, 20)
+    life.train(50)
+    assert pull(url, life.copy).way_on == f"export-model merge {url} --rebase"
+    assert life.obey().waiting == ()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        "an operator's rollback",
+        "an operator's rollback, resumed",
+        "an operator's rollback, accepted",
+        "a canary's rollback",
+        "a canary's rollback, resumed",
+        "a merger of a rollback",
+    ],
+)
+def test_a_rollback_of_the_store_reaches_a_copy_that_has_used_its_number(
+    act: str, machine: Machine, url: str, tmp_path: Path
+) -> None:
+    life = Life(machine, url, tmp_path)
+    ACTS[act][0](life)
+    life.pull()
+    typed("rollback", url, "--to", 10, "--reason", "NaN")
+    for _ in range(2):
+        assert life.pull(10) == ()
+    found = Model.read(life.copy)
+    assert found.held_by is not None
+    assert (found.held_by.url, found.held_by.why, found.held_by.values_of) == (url, "NaN", 10)
+    refused = export_model("resume", life.copy, "--json")
+    assert f"export-model resume {url}" in refused.error["hint"]
+    typed("resume", url)
+    life.pull(ACTS[act][1])
+    if not read_log(life.copy).hold.is_set:
+        assert life.trained[life.first.bits] == 30, "what the store resumed"
+    life.end()
+
+
+def test_a_copy_that_is_further_back_than_its_store_stays(machine: Machine, url: str, tmp_path: Path) -> None:
+    life = Life(machine, url, tmp_path)
+    by_operator(life, 10)
+    typed("rollback", url, "--to", 20)
+    before = read_log(life.copy).at
+    life.pull(10)
+    assert read_log(life.copy).at == before
+    life.end()
 
 
 def test_a_copy_that_went_on_with_others_values_is_not_pushed(

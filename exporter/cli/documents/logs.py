@@ -51,7 +51,11 @@ class Pull(Struct, frozen=True, kw_only=True):
     incomplete: Sequence[str]
     """Publications that have a manifest in the store, but not yet all their files."""
     waiting: Sequence[str] = ()
-    """Publications that servers could not load after the rollback that a canary made here."""
+    """Publications that servers could not load after what this copy took back by itself."""
+    way_on: str = ""
+    """The command after which the copy gets past those; empty if only the store's next publications help."""
+    repeated: str = ""
+    """The delta that this pull published here, as the store's rollback, or its resumption, did not fit."""
     untrusted: Sequence[str] = ()
     """With `--trust`: why publications and holds were not accepted."""
     identity: str = ""
