@@ -109,13 +109,13 @@ class Carrier:
             time.sleep(_POLL_SECONDS)
             self.look()
 
-    def decide(self, what: str, progress: ProgressFactory) -> None:
+    def decide(self, what: str, progress: ProgressFactory) -> bool:
         """Take precedence over all publishers: none of them commits anything until `end_decision`.
 
-        `what` names the person's command, for messages of others. Writes the decision into the head. Waits
-        for another person's decision, until it ends or expires. Tries again for `DECISION_SECONDS`, because
-        uploads and their beats replace the head, too. The decision expires unless the block of `beating`
-        renews it.
+        Return True if nobody had replaced the head since it was last read. `what` names the person's command,
+        for messages of others. Writes the decision into the head. Waits for another person's decision, until
+        it ends or expires. Tries again for `DECISION_SECONDS`, because uploads and their beats replace the
+        head, too. The decision expires unless the block of `beating` renews it.
 
         Raises:
             ModelHeld: another decision takes longer than `WAIT_SECONDS`.
@@ -124,9 +124,11 @@ class Carrier:
                 written.
         """
         began, by = time.monotonic(), HeldBy.now(0)
+        is_first = self._tag is not None  # the head as it was read: it is replaced only if it still is
         with progress("waiting for other publishers", 0):
             while True:
-                self.look()
+                if not is_first:
+                    self.look()
                 if (other := self._other_decision()) is None:
                     deciding = Decision(what, by.who, by.when, self._owner)
                     try:
@@ -134,8 +136,10 @@ class Carrier:
                     except PositionMoved:
                         if time.monotonic() >= began + DECISION_SECONDS:
                             raise
+                        is_first = False
                         continue  # at once: the process that tries most often succeeds first
-                    return
+                    return is_first
+                is_first = False
                 if time.monotonic() >= began + WAIT_SECONDS:
                     raise ModelHeld(
                         f"{self._url} is held while another person decides: {other.text}",

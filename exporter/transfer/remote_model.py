@@ -195,7 +195,8 @@ class RemoteModel:
         deadline = time.monotonic() + (DECISION_SECONDS if self._deciding else 0.0)
         while True:
             attempt += 1
-            self.refresh()
+            if attempt > 1 or self._is_stale or self._read_only or not self._deciding:
+                self.refresh()  # a decision looks again when it begins, under the lock
             self._is_stale = not self._read_only
             try:
                 with self._withdrawn_on_failure():
@@ -226,8 +227,10 @@ class RemoteModel:
         if self._carrier.is_deciding:
             return
         self._carrier.probe()
-        self._carrier.decide(self._deciding, self._progress)
+        is_shown = self._carrier.decide(self._deciding, self._progress)
         self._decision.enter_context(self._carrier.beating())
+        if is_shown:  # the store was listed after that head, and all that it names is visible
+            return
         with self._ended_on_failure():
             self._stored = looking_again(self._shown_anew)
 
@@ -464,7 +467,7 @@ class RemoteModel:
         stored, carrier = self._stored, self._carrier
         old = [name for name, each in stored.objects.items() if _is_old_probe(name, each)]
         self._store.delete(*map(self.url.key, old))
-        if time.monotonic() >= self._next_sweep:
+        if time.monotonic() >= self._next_sweep and not self._deciding:
             self._next_sweep = time.monotonic() + _SWEEP_SECONDS
             remove_abandoned(f"{self.url}/{JOBS_DIRECTORY}")
         found = {

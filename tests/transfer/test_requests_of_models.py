@@ -20,6 +20,7 @@ from tests.support.commands import export_model
 from tests.support.directory_store import BUCKET, reached
 from tests.support.http_proxy import Traffic
 from tests.support.logs import Trainer
+from tests.support.machines import Machine, pushed
 from tests.support.many_deltas import many_deltas, merged_deltas
 from tests.support.remote_models import incr, went_on
 from tests.support.setting import Setting
@@ -138,6 +139,25 @@ def test_nobody_pages_through_the_objects_of_jobs(trainer: Trainer, traffic: Tra
     assert incr(trainer, URL).code == 0
     assert gets(traffic)[f"/{BUCKET}"] == 2, "the model, and which jobs there are"
     assert (job / "driver").exists()
+
+
+def test_a_decision_lists_the_store_once(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And reads its head before each write of which the last one may have been another machine's."""
+    (tmp_path / "store").mkdir()
+    most = {("rollback", "--to", 20): 39, ("resume",): 37, ("tag", "good"): 14, ("merge",): 31}
+    with reached(tmp_path / "store", monkeypatch) as traffic:
+        pushed(machine.model, URL)
+        for (name, *options), count in most.items():
+            traffic.requests.clear()
+            ran = export_model(name, URL, *options, "--json")
+            assert ran.code == 0, ran.err
+            assert len(traffic.requests) <= count, traffic.requests
+            lists = [path for _, path, _ in traffic.requests if "list-type" in path]
+            assert len(lists) == 1, lists
+            manifests = Counter(path for method, path, _ in traffic.requests if method == "GET")
+            assert all(times == 1 for path, times in manifests.items() if MANIFEST_FILE in path)
 
 
 def test_neighbours_come_with_who_reads_on() -> None:
