@@ -90,7 +90,7 @@ def doctor(
         from exporter import api
         from exporter.errors import NotUpdatable
         from exporter.pipeline.doctor import diagnosis
-        from exporter.publish.made_by import export_kept_of
+        from exporter.publish.kept_export import export_kept_of
 
         try:
             seen = api.doctor(

@@ -36,7 +36,7 @@ from exporter.pipeline.staged import (
     write_values,
 )
 from exporter.publish.commit import PublishedVersion, Staging, publish_version
-from exporter.publish.made_by import keep_command
+from exporter.publish.kept_export import keep_command
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.model import PublishedAlready
 from exporter.publish.retention import Keep

@@ -18,7 +18,7 @@ from msgspec import Struct
 from exporter.delta.spans import Span, plan_chain
 from exporter.errors import CallFailed, ManifestError, PositionError
 from exporter.newer_python import StrEnum
-from exporter.publish.made_by import look_at_trainer
+from exporter.publish.kept_export import look_at_trainer
 from exporter.publish.model import Log, Model, Published
 from exporter.publish.served import Served
 from exporter.publish.versions import newest_of, read_head

@@ -219,13 +219,15 @@ class Trust(Struct, frozen=True):
         if found == self.identity or (found is None and not path.isdecimal()):
             return
         if found is None:
-            from exporter.publish.made_by import new_base  # late: it imports modules that import this one
+            from exporter.publish.kept_export import export_kept_of  # late: it is rarely asked for
 
+            again = export_kept_of(str(where).rpartition("/")[0])
             raise NotTrusted(
                 f"{where} does not say of which model it is, expected {self.identity}",
                 cause="an earlier release has published it, maybe for another model of this name",
-                # A merger would have nothing to merge: no delta need follow this base.
-                hint=f"publish a base with this release: {new_base(str(where).rpartition('/')[0])}",
+                # A merger may have nothing to merge: no delta need follow this base.
+                hint="publish a base with this release: "
+                f"{again or 'the same export with --new-base always --again --sign-key'}",
             )
         raise NotTrusted(
             f"{where} is of another model {self.model!r}: {found}, expected {self.identity}",

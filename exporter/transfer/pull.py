@@ -869,11 +869,14 @@ class _Pull:
             least, position = self._least_hold(name, here.get(name)), position_in(holds[name])
             if here.get(name) == holds[name] or (position is not None and position >= least):
                 continue
-            if self._repeated_at(name.rpartition("/")[0], position) is not None:
+            log = name.rpartition("/")[0]
+            if self._repeated_at(log, position) is not None:
                 continue  # servers are held where its values were published again
             self._refused.add(name)
             said = "no position" if position is None else f"position {position}"
-            to = "POSITION" if position is None else position
+            ends = (item for item in items.values() if item.log == log and item.manifest.position == position)
+            back = next((each for each in map(restored, ends) if each is not None), position)
+            to = "POSITION" if back is None else back
             self._untrusted.append(
                 NotTrusted(
                     f"{self._url}/{name} says {said}, and {self._model} is at {least}",

@@ -17,7 +17,7 @@ import typer
 from exporter import ExportRequest
 from exporter.cli.app import app
 from exporter.options.old_names import NEW_NAMES, renew_named, renew_variables, renew_words
-from exporter.publish.made_by import export_kept_of
+from exporter.publish.kept_export import export_kept_of
 from exporter.storage.layout import MADE_BY_FILE
 from serving import cli as serving_cli
 from tests.support.commands import export_model

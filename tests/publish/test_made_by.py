@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from exporter.publish.made_by import look_at_trainer, new_base
+from exporter.publish.kept_export import look_at_trainer
+from exporter.publish.made_by import new_base
 from exporter.publish.versions import newest_version
 from exporter.storage.layout import MADE_BY_FILE
 from tests.support.commands import export_model

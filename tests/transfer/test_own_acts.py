@@ -16,14 +16,17 @@ import pytest
 
 from exporter.publish.delta_log import read_log
 from exporter.publish.model import Model
+from exporter.publish.signing import Signer, Trust
+from exporter.publish.versions import in_force
 from exporter.transfer import pull as pulling
 from exporter.transfer.items import Item, end_of
 from exporter.transfer.pull import Pulled, pull
 from exporter.transfer.push import plan_push
 from tests.support.budget import THOROUGH
 from tests.support.commands import export_model
+from tests.support.key_pairs import key_pair
 from tests.support.logs import Serving, assert_same_bits, publish_base, served_now, values_at
-from tests.support.machines import Machine, grow_old, pushed, take_back
+from tests.support.machines import Machine, grow_old, machine_in, pushed, take_back
 from tests.support.publishers import Killed
 from tests.support.remote_models import incr, went_on
 from tests.support.replicas import Replica, bits_of
@@ -276,6 +279,32 @@ def test_a_rollback_of_the_store_reaches_a_copy_that_has_used_its_number(
     if not read_log(life.copy).hold.is_set:
         assert life.trained[life.first.bits] == 30, "what the store resumed"
     life.end()
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_signed_rollback_of_the_store_reaches_it_too(is_resumed: bool, url: str, tmp_path: Path) -> None:
+    """One that ends before the copy's newest position may be an old one that somebody has put back."""
+    private, public = key_pair(tmp_path)
+    trust, copy, first = Trust.of([public], "ranker"), tmp_path / "copy", tmp_path / "one"
+    with in_force(first / "model", Signer.of(str(private), "ranker")):
+        pushed(machine_in(first).model, url)
+    pull(url, copy, trust=trust)
+    typed("rollback", copy, "--to", 20, "--unsigned")
+    if is_resumed:
+        typed("resume", copy, "--unsigned")
+    typed("rollback", url, "--to", 10, "--sign-key", private)
+    done = pull(url, copy, trust=trust)
+    assert bool(done.untrusted) is is_resumed
+    if is_resumed:
+        again = done.untrusted[0].hint.partition("export-model ")[2]
+        typed(*shlex.split(again), "--sign-key", private)
+        done = pull(url, copy, trust=trust)
+    assert not done.untrusted and done.repeated
+    log = read_log(copy)
+    assert_same_bits(values_at(log), values_at(log, 10))
+    done = pull(url, copy, trust=trust)
+    assert (done.untrusted, done.repeated, done.waiting) == ((), "", ())
+    assert Model.read(copy).hold == log.at.position
 
 
 def test_a_copy_that_is_further_back_than_its_store_stays(machine: Machine, url: str, tmp_path: Path) -> None:
