@@ -584,7 +584,8 @@ class _Pull:
 
         log = max(self.here.values(), key=lambda item: item.order).log_path
         own = Hold(self._model / log).decided().own
-        item = to_repeat(self.here, self._stored.items, self._taken_back, own)
+        reach = None if own is None else own.reach
+        item = to_repeat(self.here, self._stored.items, self._taken_back, reach)
         if item is None or not isinstance(entry := item.manifest.incremental, DeltaEntry):
             return waiting
         newest = max(each.manifest.position for each in self.here.values())

@@ -27,7 +27,6 @@ from collections.abc import Collection, Container, Iterable, Mapping
 from msgspec import Struct
 
 from exporter.delta.spans import Span, furthest
-from exporter.publish.hold import HeldBy
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.transfer.items import Item, end_of
 
@@ -106,13 +105,13 @@ def _decision(item: Item) -> tuple[DeltaOrigin, int] | None:
 
 
 def to_repeat(
-    here: Mapping[str, Item], stored: Mapping[str, Item], taken_back: Iterable[TakenBack], own: HeldBy | None
+    here: Mapping[str, Item], stored: Mapping[str, Item], taken_back: Iterable[TakenBack], reach: int | None
 ) -> Item | None:
     """Return the store's newest publication if the copy has to publish its values itself; else None.
 
     It is a rollback or a resumption that `taken_back` withholds, in the copy's newest log, to a position
     whose values the copy has from the store. A rollback is repeated if the copy's newest values are later
-    ones, and the copy's `own` hold does not keep servers from them; a resumption only after a rollback that
+    ones, and the `reach` of the copy's own hold does not keep servers from them; a resumption only after a rollback that
     was repeated, and without a hold of the copy. `here` and `stored` have the publications by path.
     """
     theirs = max(stored.values(), key=lambda item: item.order, default=None)
@@ -132,9 +131,9 @@ def to_repeat(
     newest = max(in_log, key=lambda item: item.order)
     values = newest.manifest.position if (found := restored(newest)) is None else found
     if made is DeltaOrigin.ROLLBACK:
-        return theirs if values > to and (own is None or own.reach > to) else None
+        return theirs if values > to and (reach is None or reach > to) else None
     was_repeated = any(repeated(item, here, stored) is newest for item in stored.values() if item.log)
-    return theirs if values < to and own is None and was_repeated else None
+    return theirs if values < to and reach is None and was_repeated else None
 
 
 def way_on(stored: Collection[Item], taken_back: Iterable[TakenBack]) -> tuple[str, ...]:
