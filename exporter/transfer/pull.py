@@ -580,6 +580,8 @@ class _Pull:
         position: it may be an old rollback that was put back into the store. Raises as
         `exporter.pipeline.log_maintenance.repeat`.
         """
+        if not (self.here and self._taken_back):
+            return waiting
         from exporter.pipeline.log_maintenance import repeat  # late: most pulls publish nothing themselves
 
         log = max(self.here.values(), key=lambda item: item.order).log_path

@@ -111,8 +111,9 @@ def to_repeat(
 
     It is a rollback or a resumption that `taken_back` withholds, in the copy's newest log, to a position
     whose values the copy has from the store. A rollback is repeated if the copy's newest values are later
-    ones, and the `reach` of the copy's own hold does not keep servers from them; a resumption only after a rollback that
-    was repeated, and without a hold of the copy. `here` and `stored` have the publications by path.
+    ones, and the `reach` of the copy's own hold (None: there is none) does not keep servers from them; a
+    resumption only after a rollback that was repeated, and without a hold of the copy. `here` and `stored`
+    have the publications by path.
     """
     theirs = max(stored.values(), key=lambda item: item.order, default=None)
     base = max(
