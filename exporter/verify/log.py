@@ -118,8 +118,8 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
 
     With `bytes_` all values of versions are read and compared with their checksums, by tasks of `runner`. The
     values of deltas are always read. In the local mirror of a store, the space of each delta's files is freed
-    after they were read. Errors that prevent reading, such as a store that does not answer, count as damage,
-    too.
+    after they were read. Errors that prevent reading, such as a store that does not answer or an engine that
+    ends early, are among the damage, too.
 
     Raises:
         NotUpdatable: nothing is published.
