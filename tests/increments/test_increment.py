@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from exporter.catalog import SliceSpec
-from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
+from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.format import ChangeKind, Rows, ServedVariable, span_name
 from exporter.errors import CheckpointNotFound, CorruptFile, UnsupportedFormat
 from exporter.increments.history import CheckpointMarker, History, identify, read_history
@@ -24,7 +23,6 @@ from exporter.increments.increment import (
     Increment,
     StoredIncrement,
     from_json,
-    rows_of,
     to_json,
 )
 from exporter.storage.layout import DELTA_NAME, MANIFEST_FILE, flaw_of
@@ -124,6 +122,7 @@ EXAMPLE = Increment(
         (["variables", 0, "rows"], 6),
         (["variables", 0, "dtype"], "float33"),
         (["variables", 0, "shape"], [5, -2]),
+        (["variables", 0, "shape"], []),
         (["variables", 1, "rows"], 2),
     ],
 )
@@ -202,23 +201,6 @@ def test_contents_that_are_not_what_the_manifest_says_are_named(
     stored = write(tmp_path / "i", EXAMPLE, tensors)
     with pytest.raises(CorruptFile):
         list(stored.changes())
-
-
-def test_rows_of_a_tensor_in_slices(tmp_path: Path) -> None:
-    whole = np.arange(14, dtype=np.float32).reshape(7, 2)
-    with BundleWriter(tmp_path / "c") as writer:
-        writer.add("w", whole)
-        for start, length in ((3, 4), (0, 3)):
-            writer.add("s", whole[start : start + length], SliceSpec((7, 2), (start, 0), (length, 2)))
-        writer.add("holes", whole[:3], SliceSpec((7, 2), (0, 0), (3, 2)))
-        writer.add("columns", whole[:, :1], SliceSpec((7, 2), (0, 0), (7, 1)))
-    catalog = read_catalog(tmp_path / "c")
-    ids = np.array([6, 0, 3, 2])
-    for name in ("w", "s"):
-        assert np.array_equal(rows_of(catalog, catalog.tensors[name], ids), whole[ids])
-    for name in ("holes", "columns"):
-        with pytest.raises(CorruptFile):
-            rows_of(catalog, catalog.tensors[name], ids)
 
 
 def history(

@@ -13,14 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.checkpoint.tensor_bundle import read_array, read_catalog
+from exporter.catalog import SliceSpec
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
+from exporter.errors import CorruptFile
 from exporter.graph import recording_nodes
 from exporter.increments.history import CheckpointMarker, read_history
 from exporter.increments.increment import CheckpointId, to_json
 from exporter.storage import layout
 from exporter.tables import trainable_table
 from exporter.training import trainer_side
-from exporter.training.trainer_side import Bundle, FullCheckpoint, RunTip, Store
+from exporter.training.store import CatalogSource
+from exporter.training.trainer_side import (
+    Bundle,
+    FullCheckpoint,
+    RunTip,
+    Store,
+    TrackingMode,
+    VariablePart,
+    VariableTracking,
+)
 from tests.support.environments import ROOT, interpreter
 
 FILE = ROOT / "exporter/training/trainer_side.py"
@@ -129,3 +140,25 @@ def test_a_checkpoint_is_known_as_the_package_knows_it(tmp_path: Path) -> None:
             assert found == Ours(tmp_path).newest_full()
         assert found is not None and found.step == (10 if named == "model.ckpt-9" else 11)
     assert Store(tmp_path / "nowhere").newest_full() is None
+
+
+def test_rows_of_a_full_checkpoint_in_slices(tmp_path: Path) -> None:
+    whole = np.arange(14, dtype=np.float32).reshape(7, 2)
+    with BundleWriter(tmp_path / "c") as writer:
+        writer.add("w", whole)
+        for start, length in ((3, 4), (0, 3)):
+            writer.add("s", whole[start : start + length], SliceSpec((7, 2), (start, 0), (length, 2)))
+        writer.add("holes", whole[:3], SliceSpec((7, 2), (0, 0), (3, 2)))
+        writer.add("columns", whole[:, :1], SliceSpec((7, 2), (0, 0), (7, 1)))
+    source, ids = CatalogSource(read_catalog(tmp_path / "c")), np.array([6, 0, 3, 2])
+    part = VariablePart(None, (7, 2), (0, 0))
+
+    def rows(name: str) -> Any:
+        tracked = VariableTracking(name, "float32", np.float32, (7, 2), (part,), TrackingMode.TOUCHED)
+        return next(source.read(tracked, part, ids))
+
+    for name in ("w", "s"):
+        assert np.array_equal(rows(name), whole[ids])
+    for name in ("holes", "columns"):
+        with pytest.raises(CorruptFile):
+            rows(name)
