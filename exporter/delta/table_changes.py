@@ -136,7 +136,8 @@ class ServedTable(Struct, frozen=True):
         by_name = {variable.name: variable for variable in schema.variables}
         try:
             seeds, rows, keys, values = (by_name[name] for name in table.keys)
-            geometry = TableGeometry.of_shapes(seeds.shape[0], rows.shape[0], keys.shape[0], table.defaults)
+            (groups,), (slots,), (capacity,), (_, _) = seeds.shape, rows.shape, keys.shape, values.shape
+            geometry = TableGeometry.of_shapes(groups, slots, capacity, table.defaults)
         except (KeyError, ValueError) as error:
             raise CorruptFile(
                 f"published variables of table {table.name!r} are inconsistent: {error}", hint=state.hint

@@ -274,7 +274,9 @@ def read_document(text: bytes, path: Path, type_: type[T]) -> T:
 def _changed(document: VariableDocument, path: Path) -> Changed:
     dtype = DType.of(document.dtype)
     variable = ServedVariable(document.name, dtype, document.shape, document.kind)
-    limit = variable.shape[0] if document.kind is ChangeKind.TABLE and variable.shape else 1
+    if variable.is_table and not variable.shape:
+        raise _damaged(path, f"{document.name!r} is a table and has no rows in its shape, []")
+    limit = variable.shape[0] if variable.is_table else 1
     if document.rows > limit:
         raise _damaged(path, f"{document.name!r} has {document.rows} rows, expected at most {limit}")
     return Changed(variable, document.rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -73,10 +73,14 @@ def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[Serv
         seeds, rows, keys, values = found
         if seeds is None or rows is None or keys is None or values is None:
             continue
-        geometry = _geometry(name, seeds.shape, rows.shape, keys.shape, first)
+        try:
+            (groups,), (slots,), (capacity,), (_, width) = seeds.shape, rows.shape, keys.shape, values.shape
+            geometry = TableGeometry.of_shapes(groups, slots, capacity, capacity - first)
+        except ValueError as error:
+            raise CorruptFile(f"the variables of table {name!r} are inconsistent: {error}") from None
         empty = np.empty(0, np.int64)
         state = ArrayState(empty, memory_map(catalog, rows), empty)
-        yield _view(name, values.dtype, values.shape[1], geometry, state)
+        yield _view(name, values.dtype, width, geometry, state)
 
 
 def tables_of_log(log: DeltaLog) -> Iterator[ServedTableView]:
@@ -96,15 +100,6 @@ def tables_of_log(log: DeltaLog) -> Iterator[ServedTableView]:
             served = ServedTable.of(table, log.schema, state)
             values = served.row_values
             yield _view(table.name, values.dtype, values.shape[1], served.geometry, served)
-
-
-def _geometry(
-    name: str, seeds: Sequence[int], rows: Sequence[int], keys: Sequence[int], first_default: int
-) -> TableGeometry:
-    try:
-        return TableGeometry.of_shapes(seeds[0], rows[0], keys[0], keys[0] - first_default)
-    except (ValueError, IndexError) as error:
-        raise CorruptFile(f"the variables of table {name!r} are inconsistent: {error}") from None
 
 
 def _view(name: str, dtype: DType, width: int, geometry: TableGeometry, state: TableState) -> ServedTableView:

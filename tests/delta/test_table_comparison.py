@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exporter.delta.format import ChangeKind, Schema, ServedVariable
+from exporter.delta.table_changes import ServedTable
+from exporter.errors import CorruptFile
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import read_log
+from exporter.wire.dtypes import DType
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
 from tests.support.deeprec_logs import DeepRecTrainer, publish_base, request
@@ -60,6 +64,19 @@ def test_two_positions(trainer: DeepRecTrainer, tmp_path: Path) -> None:
     assert (found["tables"], found["variables"], found["compared"]) == ([CHANGED], [], 3)
     assert (found["only_a"], found["only_b"]) == ([], [])
     assert diff(tmp_path / "model", tmp_path / "model")["equal"]
+
+
+@pytest.mark.parametrize("part", ["index_seeds", "index_rows", "keys", "values"])
+def test_a_published_table_whose_variable_has_another_rank(
+    trainer: DeepRecTrainer, tmp_path: Path, part: str
+) -> None:
+    log = read_log(tmp_path / "model")
+    (table, *_) = log.base.entry.mapping_spec.dynamic
+    (name,) = (key for key in table.keys if key.endswith(f"/{part}"))
+    others = [variable for variable in log.schema.variables if variable.name != name]
+    schema = Schema.of([*others, ServedVariable(name, DType.INT64, (), ChangeKind.DENSE)])
+    with pytest.raises(CorruptFile, match=f"variables of table {table.name!r} are inconsistent"):
+        ServedTable.of(table, schema, log.state())
 
 
 def test_a_model_and_the_trainers_checkpoint(trainer: DeepRecTrainer, tmp_path: Path) -> None:
