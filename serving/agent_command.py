@@ -90,9 +90,9 @@ class PortFlags(Struct, frozen=True):
     ] = 30.0
 
     def tls(self) -> HttpTls | None:
-        """Return the files of the port's certificate; None without them.
+        """Return the files of the port's certificate, its key and its clients' authority; None without any.
 
-        UsageError if one of them is missing or cannot be used.
+        UsageError if only one of certificate and key is given, or a file cannot be used.
         """
         from serving.http_port import HttpTls
 
@@ -270,8 +270,9 @@ class EventFlags(Struct, frozen=True):
     def run(self, journal: Journal) -> AbstractContextManager[None]:
         """Return a context manager for a block in which the command runs for the journal's events.
 
-        Without --on-event it does nothing. Events are queued from this call on. UsageError if the command has
-        no existing program.
+        Without --on-event it does nothing. Events are queued from this call on; a failure of the command is
+        written to the journal as an event. UsageError if the command is malformed, or its program does not
+        exist.
         """
         if self.on_event is None:
             return nullcontext()

@@ -61,25 +61,28 @@ class Calls:
     def classify(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run a classify signature on a request's examples; return a `ClassificationResponse`.
 
-        `timeout_ms` and errors are as for `predict`; StatusError, too, if the signature lacks the tensors of
-        a classification.
+        TensorFlow stops the run after `timeout_ms`; None sets no limit. StatusError if the model, version,
+        label or signature is not available, the signature lacks the tensors of a classification, or there is
+        no example; TensorFlow's own errors pass, as for an example that does not parse.
         """
         return self._infer(classify, message_class("serving.ClassificationResponse")(), request, timeout_ms)
 
     def regress(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run a regress signature on a request's examples; return a `RegressionResponse`.
 
-        `timeout_ms` and errors are as for `predict`; StatusError, too, if the signature lacks the tensors of
-        a regression.
+        TensorFlow stops the run after `timeout_ms`; None sets no limit. StatusError if the model, version,
+        label or signature is not available, the signature lacks the tensors of a regression, or there is no
+        example; TensorFlow's own errors pass, as for an example that does not parse.
         """
         return self._infer(regress, message_class("serving.RegressionResponse")(), request, timeout_ms)
 
     def multi_inference(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run several classify and regress signatures on one input; return a `MultiInferenceResponse`.
 
-        Its results have the order of the request's tasks. `timeout_ms` and errors are as for `predict`;
-        StatusError, too, if there is no task, or tasks name several models, one signature twice, or another
-        method.
+        Its results have the order of the request's tasks. TensorFlow stops the run after `timeout_ms`; None
+        sets no limit. StatusError if there is no task or no example, a model, version, label or signature is
+        not available, or tasks name several models, one signature twice, or another method; TensorFlow's own
+        errors pass.
         """
         if not request.tasks:
             raise invalid("ModelSpec has no name specified.")  # TF Serving reads the spec of the first task

@@ -296,7 +296,8 @@ def update(
 def _position(named: str, published: Path | None, trusting: Trusting) -> int:
     """Return the position in the value `named` of `--up-to`: a number, or a name in the model at `published`.
 
-    -1, the newest position, is returned as -1. With trusted keys only signed publications count.
+    A number is returned unchecked, also -1, the newest position. With trusted keys only signed publications
+    count.
 
     Raises:
         UsageError: `named` is a name and `published` None, the name is malformed or a tag, which keys do not

@@ -141,7 +141,8 @@ class ModelClient:
         version to ask; the newest available one by default. outputs: the outputs to fetch; all by default.
 
         Raises:
-            CallFailed: the server did not respond, refused the call, or did not answer as a model server.
+            CallFailed: the server did not respond before the deadline, refused the call, or did not answer as
+                a model server.
             ValueError: an input has a type that TensorFlow does not have; or the client is closed.
             TypeError: an array of objects has an item that is neither `str` nor `bytes`.
         """
@@ -159,9 +160,10 @@ class ModelClient:
         """Run a signature as `predict` does, pass the answer to `read`, and return the result of `read`.
 
         Raises:
-            CallFailed: as `predict`; also if `read` raises ValueError, TypeError, LookupError or the like
-                because the answer is not as expected.
-            ValueError, TypeError: as `predict`, before anything is sent.
+            CallFailed: the server did not respond before the deadline, refused the call, or did not answer as
+                expected, so that `read` raises ValueError, TypeError, LookupError or the like.
+            ValueError: an input has a type that TensorFlow does not have; or the client is closed.
+            TypeError: an array of objects has an item that is neither `str` nor `bytes`.
         """
         request = self._request("serving.PredictRequest", version, signature)
         for name, value in inputs.items():
@@ -183,7 +185,8 @@ class ModelClient:
         `version` is the newest available one by default.
 
         Raises:
-            CallFailed: the server did not respond, refused the call, or did not answer as a model server.
+            CallFailed: the server did not respond before the deadline, refused the call, or did not answer as
+                a model server.
         """
         request = self._request("serving.ClassificationRequest", version, signature)
         request.input.CopyFrom(input_)
@@ -206,7 +209,8 @@ class ModelClient:
         `version` is the newest available one by default.
 
         Raises:
-            CallFailed: the server did not respond, refused the call, or did not answer as a model server.
+            CallFailed: the server did not respond before the deadline, refused the call, or did not answer as
+                a model server.
         """
         request = self._request("serving.RegressionRequest", version, signature)
         request.input.CopyFrom(input_)
@@ -227,7 +231,8 @@ class ModelClient:
 
         Raises:
             KeyError: `request` is of another kind.
-            CallFailed: the server did not respond, refused the call, or did not answer as a model server.
+            CallFailed: the server did not respond before the deadline, refused the call, or did not answer as
+                a model server.
         """
         kind = request.DESCRIPTOR.name
         method, response = _REPLAYED[kind]
@@ -240,12 +245,12 @@ class ModelClient:
     def metadata(self, version: int | None = None, *, label: str | None = None) -> Metadata:
         """Return the signatures of an available version, and its number.
 
-        It is the version with this number, or the one that the label names; without both, the newest. With
-        both, the label is sent, and must name `version`.
+        `version` selects it by its number, `label` by a label; without both, it is the newest. With both, the
+        label is sent, and must name `version`.
 
         Raises:
-            CallFailed: the server did not respond, has no such version available, or did not answer as a
-                model server; or the label names another version.
+            CallFailed: the server did not respond before the deadline, has no such version available, or did
+                not answer as a model server; or the label names another version.
         """
         request = self._request("serving.GetModelMetadataRequest", version)
         if label is not None:
@@ -265,8 +270,8 @@ class ModelClient:
         There is at least one. `deadline_s` is the client's by default.
 
         Raises:
-            CallFailed: the server did not respond, does not know the model or version (code NOT_FOUND), or
-                did not answer as a model server.
+            CallFailed: the server did not respond before the deadline, does not know the model or version
+                (code NOT_FOUND), or did not answer as a model server.
         """
         request = self._request("serving.GetModelStatusRequest", version)
         response = "serving.GetModelStatusResponse"

@@ -48,10 +48,10 @@ class OwnNames(Struct, frozen=True):
 
     @classmethod
     def of(cls, names: Sequence[str], address: str) -> OwnNames:
-        """Return the names of a port that listens on the IP address `address`: `names`, perhaps short names.
+        """Return the names of a port: `names`, and short names unless it listens on a loopback address.
 
-        Short names are among them unless the address is a loopback address. Names are compared without case
-        and a final dot. ValueError if `address` is not an IP address.
+        `address` is the IP address on which it listens. Names are compared without case and a final dot.
+        ValueError if `address` is not an IP address.
         """
         return cls(tuple(map(_plain, names)), not ip_address(address).is_loopback)
 

@@ -550,11 +550,12 @@ class _Gzip:
 
 
 def _require_plain(head: Any, seen: bytearray) -> None:
-    """Raise _Refused for a head that is long, or that a proxy could read otherwise than this port.
+    """Raise _Refused for a request's head that is too long, or that a proxy could read in another way.
 
-    `head` is h11's event, `seen` all bytes read so far. A client could otherwise smuggle a second request
-    into the connection of another client behind the proxy (RFC 9112, sections 5.2, 6.3 and 11.2). h11 accepts
-    all of this, as the RFC allows.
+    It has more than 64 KiB, another HTTP version than 1.x, a header continued in the next line, or
+    Transfer-Encoding with Content-Length or in HTTP/1.0. `head` is h11's event, `seen` all bytes read for it.
+    A client could otherwise smuggle a second request into the connection of another client behind the proxy
+    (RFC 9112, sections 5.2, 6.3 and 11.2). h11 accepts all of this, as the RFC allows.
     """
     raw, names = re.split(rb"\n\r?\n", seen, maxsplit=1)[0], {name for name, _ in head.headers}
     if len(raw) > _LARGEST_HEAD_BYTES:

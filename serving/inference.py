@@ -80,8 +80,9 @@ def predict_arrays(
 ) -> dict[str, NDArray[Any]]:
     """Run a signature without messages: arrays by input name in, arrays by output name out, sorted.
 
-    An empty name is the default signature's; an input may be left out if it has a default. StatusError if the
-    signature does not exist, or the inputs do not fit it; TensorFlow's own errors pass.
+    An empty name is the default signature's; an input may be left out if it has a default. `how` has the time
+    limit. StatusError if the signature does not exist, or the inputs do not fit it; TensorFlow's own errors
+    pass.
     """
     signature = _predict_signature(model, signature_name, how)
     _check_aliases(signature, set(inputs))

@@ -140,7 +140,7 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
 
 
 def _require_files(directory: Path) -> None:
-    """Raise StatusError if the directory holds a pipe, socket or device, at any depth.
+    """Raise StatusError (DATA_LOSS) if the directory holds a pipe, socket or device, at any depth.
 
     TensorFlow would open a pipe and block for ever, and all later loads would wait behind that.
     """

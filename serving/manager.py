@@ -407,9 +407,9 @@ class VersionManager:
 
 
 def _fingerprint(directory: Path) -> object:
-    """Return paths, sizes and modification times of all files below a directory, sorted.
+    """Return paths, sizes and modification times of everything below a directory, sorted.
 
-    The value changes when the directory does. Files that cannot be looked at are left out.
+    The value changes when the directory does. What cannot be looked at is left out.
     """
     found = []
     for path in directory.rglob("*"):

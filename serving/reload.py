@@ -179,8 +179,8 @@ class Reloader:
     def _served(self, client: ModelClient, model: Proto) -> list[int]:
         """Wait until a model is served as its entry `model` requires; return its available versions.
 
-        The newest is first. ServerError if it cannot be loaded, or at the deadline; CallFailed if the server
-        does not respond.
+        The newest is first. The server is asked every 0.1 s. ServerError if the model cannot be loaded, or at
+        the deadline; CallFailed if the server does not respond.
         """
         began = time.monotonic()
         while (problem := problem_of(model, found := statuses(client))) is not None:

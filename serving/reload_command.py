@@ -52,10 +52,10 @@ class WholeFlags(Struct, frozen=True):
         """Return the configuration to send: the file's, or an empty one, with the entry of --model-name.
 
         Raises:
-            UsageError: options exclude each other or need another one, a label is malformed or names no
-                position, the file cannot be used, or the configuration lists no model.
+            UsageError: options exclude each other or need another one, a label is malformed or has a tag
+                where nothing is published, the file cannot be used, or the configuration lists no model.
             LfsPointer: the file is a pointer of Git LFS.
-            PositionUnknown: a label's tag does not exist.
+            PositionUnknown: a label's tag does not exist, or no version reaches its position.
             ManifestError, CheckpointError, PublishError: the model in which a tag is looked up cannot be
                 read.
         """

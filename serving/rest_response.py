@@ -84,7 +84,7 @@ def _text_of(document: Json) -> bytes:
 
 
 def rows(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
-    """Return the row format: `predictions` has an item per row, of several outputs a dict by output name.
+    """Return the row format: `predictions` has an item for each row; with several outputs, dicts by name.
 
     ValueError if an output has no rows, outputs have different numbers of rows, or JSON has no form for a
     value.

@@ -25,7 +25,7 @@ def as_metadata(names: Iterable[str]) -> tuple[tuple[str, bytes], ...]:
 def names_in(metadata: Iterable[Any] | None) -> tuple[str, ...]:
     """Return the names of models in an answer's metadata; empty if it has none, or they do not parse.
 
-    `metadata` has pairs of key and value. Names that are not printable are left out.
+    `metadata` has pairs of key and value; None counts as empty. Names that are not printable are left out.
     """
     found = next((value for key, value in metadata or () if key == _KEY), b"")
     try:

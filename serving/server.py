@@ -429,27 +429,37 @@ class PredictionService:
         self._metrics = metrics
 
     def Predict(self, request: Proto, call: Call) -> Proto:
-        """Run a signature on tensors; return a `PredictResponse`. An error ends the call with its status."""
+        """Run a signature on tensors; return a `PredictResponse`.
+
+        The caller's deadline limits the computation. An error ends the call with its status. The request is
+        counted in the metrics.
+        """
         with _status_to(call), self._counted("Predict", request.model_spec):
             return self._calls.predict(request, _timeout_ms(call))
 
     def Classify(self, request: Proto, call: Call) -> Proto:
-        """Run a classify signature; return a `ClassificationResponse`.
+        """Run a classify signature on examples; return a `ClassificationResponse`.
 
-        An error ends the call with its status.
+        The caller's deadline limits the computation. An error ends the call with its status. The request is
+        counted in the metrics.
         """
         with _status_to(call), self._counted("Classify", request.model_spec):
             return self._calls.classify(request, _timeout_ms(call))
 
     def Regress(self, request: Proto, call: Call) -> Proto:
-        """Run a regress signature; return a `RegressionResponse`. An error ends the call with its status."""
+        """Run a regress signature on examples; return a `RegressionResponse`.
+
+        The caller's deadline limits the computation. An error ends the call with its status. The request is
+        counted in the metrics.
+        """
         with _status_to(call), self._counted("Regress", request.model_spec):
             return self._calls.regress(request, _timeout_ms(call))
 
     def MultiInference(self, request: Proto, call: Call) -> Proto:
         """Run several classify and regress signatures on one input; return a `MultiInferenceResponse`.
 
-        An error ends the call with its status.
+        The caller's deadline limits the computation. An error ends the call with its status. The request is
+        counted in the metrics.
         """
         spec = request.tasks[0].model_spec if request.tasks else None
         with _status_to(call), self._counted("MultiInference", spec):
@@ -458,7 +468,7 @@ class PredictionService:
     def GetModelMetadata(self, request: Proto, call: Call) -> Proto:
         """Return the signatures of a version as a `GetModelMetadataResponse`.
 
-        An error ends the call with its status.
+        An error ends the call with its status. The request is counted in the metrics.
         """
         with _status_to(call, self._calls.models), self._counted("GetModelMetadata", request.model_spec):
             return self._calls.metadata(request)

@@ -179,12 +179,13 @@ def client_of(
 ) -> ModelClient:
     """Return a client of the model named `model`; without a name, of the server's only model.
 
-    The caller closes it. With a name the server is not asked. `connect` makes a client for the model of a
-    name, and its errors pass; `published` is as for `find_model`.
+    The caller closes it. With a name the server is not asked; without one, `find_model` tries two names:
+    `default`, and the last part of `published`, the path or URL of the published model (unless None).
+    `connect` makes a client for the model of a name, and its errors pass.
 
     Raises:
-        CallFailed: without a name, the server did not respond, knows neither name that is tried, or lists
-            several models.
+        CallFailed: without a name, the server did not respond, knows neither of the two, or lists several
+            models.
         UsageError: without a name, `published` is a URL with a part that no object's name can have.
     """
     return connect(model) if model else find_model(connect, published)

@@ -138,7 +138,10 @@ class Updated(Struct, frozen=True):
 
     @property
     def is_stuck(self) -> bool:
-        """Return True if published deltas were not applied, and another call will not help."""
+        """Return True if published deltas are left that it did not apply, for another reason than a hold.
+
+        True, too, if the hold cannot be read.
+        """
         return self.word not in _AS_FAR_AS_ASKED or UNREADABLE_HOLD in self.status
 
     @property
@@ -194,7 +197,7 @@ def trusted_target(
 ) -> tuple[int, int]:
     """Return the version to update, and the furthest position that signed publications let it reach.
 
-    It is `version`, or the newest available one for None. `up_to`, unless it is -1, limits the position,
+    The version is `version`, or the newest available one for None. `up_to`, unless -1, limits the position,
     which is never before the served one. `model` was read with trusted keys in force. The server lists the
     directory itself: it is sent no further than the last delta before one that no trusted key has signed.
 
