@@ -16,7 +16,7 @@ from exporter.catalog import Catalog, ExtraKind, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph, read_object_graph
 from exporter.mapping.extras import classify_extras
 
-_OPEN = "    raise NotImplementedError"
+_OPEN = "    raise NotImplementedError('complete this function as its comments say')"
 _VARIABLES = """\
     # Declare what requests hold, compute the answer, and return both by name:
     raise NotImplementedError  # return {'ids': ids}, {'scores': scores}
@@ -32,6 +32,7 @@ _KERAS = """\
     #   model = MyModel()
     #   model(keras.Input([3], dtype="int64", name="ids"))
     #   return model
+    # Several models, each a signature: return {"user_tower": user_tower, "item_tower": item_tower}
 """
 _MODULE = """\
     # TODO: make the objects that were trained, with attributes of the same names, as a tf.Module with

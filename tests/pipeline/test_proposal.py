@@ -235,7 +235,9 @@ def test_of_objects_a_builder_of_their_kind_is_begun(
     assert f"    #   {said}" in begun
     assert not re.search("optimizer|OBJECT_GRAPH|save_counter", begun)
     text, _, rest = begun.partition("    raise NotImplementedError")
-    assert rest == "\n", "what is left open is the last statement"
+    assert rest.count("\n") == 1, "what is left open is the last statement"
+    left = typed(ran.document["command"])
+    assert (left.code, "complete this function as its comments say" in left.err) == (1, True), left.err
     Path("begun.py").write_text(text + body)
     done = typed(f"{ran.document['command']} --verify outputs")
     assert done.code == 0, done.err
