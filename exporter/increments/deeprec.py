@@ -33,7 +33,6 @@ DeepRec, tensorflow/core/kernels/incr_save_restore_ops.h (DumpSparseEmbeddingTen
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -50,9 +49,9 @@ from exporter.checkpoint.embedding_variables import (
     embedding_variables,
     part_of,
 )
+from exporter.checkpoint.identity import index_digest
 from exporter.checkpoint.locate import candidates
 from exporter.checkpoint.tensor_bundle import (
-    MAX_INDEX_BYTES,
     index_path,
     read_array,
     read_catalog,
@@ -64,7 +63,6 @@ from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFou
 from exporter.increments.increment import Changed, CheckpointId
 from exporter.increments.plan import LEFT_OUT, ROUNDED, ChangePlan
 from exporter.increments.trained import TrainerVersion
-from exporter.storage.files import read_regular
 from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY
 from exporter.tables.integer_sets import among
 from exporter.wire.dtypes import Array, DType
@@ -187,16 +185,14 @@ class DeepRecIncrement(Struct, frozen=True):
     def id(self) -> str:
         """The increment's id: its step and a digest of its index file, which is read on each access.
 
-        Raises CheckpointError or OSError if the index cannot be read.
+        Raises CheckpointError if the index cannot be read.
         """
-        digest = hashlib.sha256(read_regular(index_path(self.catalog.prefix), MAX_INDEX_BYTES)).hexdigest()
-        return f"{_ID}{self.step}:{digest[:32]}"
+        return f"{_ID}{self.step}:{index_digest(self.catalog.prefix)[:32]}"
 
     def covers(self, increment: str) -> bool:
         """True if every key and variable of the increment with the id `increment` is also in this one.
 
-        False if that increment is gone or damaged, or is not DeepRec's. Reads the keys of both increments.
-        Raises OSError if the index of the other one cannot be read.
+        False if that increment is gone, damaged or unreadable, or is not DeepRec's. Reads the keys of both.
         """
         # It is, if both are of one training since the same full save.
         try:
@@ -208,8 +204,8 @@ class DeepRecIncrement(Struct, frozen=True):
     def _find(self, increment: str) -> Catalog | None:
         """Return the catalog of the increment with this id, from the same directory; None if it is gone.
 
-        None also if the id is not of DeepRec's increments. Raises CheckpointError or OSError if an increment
-        of the same step cannot be read.
+        None also if the id is not of DeepRec's increments. Raises CheckpointError if an increment of the
+        same step cannot be read.
         """
         step = int(increment.split(":")[1]) if increment.startswith(_ID) else None
         for _, name in filter(lambda found: found[0] == step, _listed(self.catalog.prefix.parent)):
@@ -428,7 +424,7 @@ def plan_deeprec_changes(
     The plan is empty if this checkpoint and increment are what `published` names, and no published row is
     further than the distance `within` (a Euclidean norm) from the trainer's row. The increment is known to
     hold all changes if it covers what was published; otherwise both states must be compared, and the plan's
-    `reason` says why. Raises CheckpointError or OSError if the increment's index cannot be read.
+    `reason` says why. Raises CheckpointError if the increment's index cannot be read.
     """
     target = TrainerVersion(full, increment.id)
     if published.is_state_of(target) and published.is_within(within):
