@@ -298,7 +298,7 @@ def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, K
 def compare_tables(
     a: Mapping[str, Keyed], b: Mapping[str, Keyed], in_8_bits: Collection[str] = ()
 ) -> Iterator[TableDifference]:
-    """Yield the difference of each table that both sides have with rows of one dtype, also if it is empty.
+    """Yield the difference of each table that both have with rows of one form; it may be empty.
 
     `a` and `b` are tables by name; the order is that of `a`. `in_8_bits` has the names of variables,
     `<table>/<part>`, whose rows are codes with a scale: these are measured as numbers. While iterating,
@@ -307,8 +307,13 @@ def compare_tables(
     """
     for name, ours in a.items():
         theirs = b.get(name)
-        if theirs is not None and ours.dtype is theirs.dtype:
+        if theirs is not None and _row_form(ours) == _row_form(theirs):
             yield _compare_keys(name, ours, theirs, is_coded=f"{name}/{VALUES}" in in_8_bits)
+
+
+def _row_form(table: Keyed) -> tuple[DType, tuple[int, ...]]:
+    """Return the dtype and the shape of a table's rows."""
+    return table.dtype, table.values(np.empty(0, np.int64)).shape[1:]
 
 
 def _trained(catalog: Catalog, known: Mapping[str, EmbeddingVariable], names: list[str]) -> dict[str, Keyed]:
@@ -498,13 +503,12 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
 
 
 def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDifference, ...], set[str]]:
-    """Compare the tables by keys that both sides have with rows of one dtype.
+    """Compare the tables by keys that both sides have with rows of one dtype and shape.
 
-    A table of a checkpoint must also have rows of the other side's dimension. Returns their differences, also
-    empty ones of equal tables, and the names of all variables (for two checkpoints: tensors) of which these
-    tables consist. Raises CheckpointError, VerificationError or OSError if a table is damaged or cannot be
-    read, MappingError or NotFinite if a trained value does not fit the served dtype, PositionUnknown if a
-    log's values are gone.
+    Returns their differences, also empty ones of equal tables, and the names of all variables (for two
+    checkpoints: tensors) of which these tables consist. Raises CheckpointError, VerificationError or OSError
+    if a table is damaged or cannot be read, MappingError or NotFinite if a trained value does not fit the
+    served dtype, PositionUnknown if a log's values are gone.
     """
     if a.log is None and b.log is None:
         assert a.catalog is not None
