@@ -287,8 +287,8 @@ def merge(
 
     That is so if at most one delta is between them, or they are merged already. `start` is by default the
     newest base, `end` the newest position; both are numbers or names, as for `rollback`. `model` is a path or
-    a URL, `jobs` says where tasks run. A `dry_run` reads and checks the deltas, writes nothing, and returns
-    the plan.
+    a URL, `jobs` says where tasks run, `signing` who signs. A `dry_run` reads and checks the deltas, writes
+    nothing, and returns the plan.
 
     Raises:
         UsageError: an argument is wrong, or `start` is not before `end`.
@@ -320,8 +320,8 @@ def rebase(
     """Publish a new base, the newest one with all its deltas; return None if it has no deltas.
 
     `keep` is the number of newest versions that stay, all by default; others are removed. `model` is a model
-    base path, or its URL; `jobs` says where tasks run. A `dry_run` reads and checks the deltas, writes
-    nothing, and returns the plan.
+    base path, or its URL; `jobs` says where tasks run, `signing` who signs. A `dry_run` reads and checks the
+    deltas, writes nothing, and returns the plan.
 
     Raises:
         ModelHeld: the model is held, and not `despite_hold`.
@@ -667,7 +667,8 @@ def doctor(
     With `ckpt_dir` also problems of the checkpoints that the next export would read; with `targets`
     (HOST:PORT) problems of these servers, which call the model `model_name` (by default the last part of its
     path), have `deadline` seconds for an answer, and `patience` seconds to serve a publication. A server that
-    does not answer is a finding.
+    does not answer is a finding. `access` has the files for TLS; with `trusting`, a publication that none of
+    its keys has signed is a finding.
 
     Nothing is changed, but for moments there is a staging directory beside the versions.
 

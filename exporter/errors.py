@@ -634,7 +634,7 @@ def printable(text: str) -> str:
 
 
 def few(texts: Sequence[str], most: int, separator: str = ", ") -> str:
-    """Return the first `most` texts, joined, and the number of the others: `a, b and 3 more`."""
+    """Return the first `most` texts, joined by `separator`, and the others' number: `a, b and 3 more`."""
     more = f"{separator.rstrip(', ')} and {len(texts) - most} more" if len(texts) > most else ""
     return separator.join(texts[:most]) + more
 

@@ -115,7 +115,7 @@ class Option(Struct, frozen=True):
         return {name: f"{head}: {'; '.join(texts)}." for name, texts in said.items()}
 
     def require_word(self, name: str, text: str) -> None:
-        """Refuse a text that is not one of the option's words; `name` is what the error calls the option.
+        """Refuse a text that is not one of the option's words; `name` is the option's, for the error.
 
         A word such as `files=DIR` needs a value after `=`, any other word may not have one.
 
@@ -576,7 +576,7 @@ def _engine(option: str, texts: Sequence[str]) -> Fields:
 
 
 def _engine_texts(found: Fields) -> Iterator[str]:
-    """Yield the values of `--engine` that set these fields."""
+    """Yield the values of `--engine` that set the fields in `found`."""
     names = {"engine": "{}", "address": "address={}", "task_bytes": "task-size={}B"}
     yield from (names[name].format(value) for name, value in found.items() if name in names)
     yield from (f"{name}={value}" for name, value in found.get("settings", {}).items())
@@ -889,7 +889,7 @@ def _renames(option: str, texts: Sequence[str]) -> Fields:
 
 
 def _rename_texts(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values of `--rename` that set these fields."""
+    """Yield the values of `--rename` that set the fields in `found`."""
     yield from found.get("renames", ())
     if "rename_file" in found:
         yield str(found["rename_file"])

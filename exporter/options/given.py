@@ -298,7 +298,10 @@ def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
 
 
 def _misfit(called: Callable[..., Any], values: Sequence[Any], named: Mapping[str, Any]) -> UsageError | None:
-    """Return the error of a call that does not fit the signature of `called`; None if it fits."""
+    """Return the error of a call that does not fit the signature of `called`; None if it fits.
+
+    `values` are the call's arguments by place, `named` those by name.
+    """
     from inspect import signature  # late: it takes longer to import than this module
 
     takes, name = signature(called), called.__name__

@@ -169,7 +169,8 @@ def _strategy(strategies: Mapping[str, PartitionStrategy], name: str) -> Partiti
 def _is_mod(ref: TensorRef, strategy: PartitionStrategy | None) -> bool:
     """True if a table's rows are distributed in turn over its slices (row i in slice i modulo their number).
 
-    That is so if its strategy is `mod`, it has several slices, and these have the lengths that `mod` gives.
+    That is so if its `strategy` is `mod`, the tensor `ref` has several slices, and these have the lengths
+    that `mod` gives. False if the strategy is not known (None).
     """
     if strategy is not PartitionStrategy.MOD or len(ref.slices) < 2:
         return False
@@ -584,7 +585,7 @@ def _lookups(side: ComparedState) -> dict[str, dict[str, ServedVariable]]:
     """Return the two variables (keys, values) of each lookup table of a log, by the name of either variable.
 
     The two are again by their names. They are compared whole, as the number of entries differs between
-    positions. {} for a checkpoint.
+    positions. {} if `side` is a checkpoint.
     """
     pairs = side.log.schema.lookups if side.log is not None else ()
     return {half.name: {each.name: each for each in pair} for pair in pairs for half in pair}
@@ -598,7 +599,10 @@ def _as_compared(variable: RowReader) -> ServedVariable:
 
 
 def _in_8_bits(side: ComparedState) -> set[str]:
-    """Return the names of a log's variables whose rows are 8-bit codes with a scale; {} for a checkpoint."""
+    """Return the names of a log's variables whose rows are 8-bit codes with a scale.
+
+    An empty set if `side` is a checkpoint.
+    """
     sources = side.log.base.entry.mapping_spec.sources() if side.log is not None else ()
     return {part.served_name for source in sources if source.is_in_8_bits for part in source.variables}
 

@@ -95,9 +95,7 @@ class Plan(Struct, frozen=True, dict=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for people on the checkpoint, the graph, the mapping, the target and overwritten files, in
-        this order.
-        """
+        """Notes for people: on checkpoint, graph, mapping, target and overwritten files, in this order."""
         own = (*self.catalog.notes, *self.graph.notes, *self.mapping.notes)
         return (*own, *self.target_notes, *self.overwritten)
 
@@ -187,6 +185,7 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
 def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     """Plan as `plan`, even if it is published already; also return whether any plan published the checkpoint.
 
+    `load` reads the graph.
     Permission to publish is checked only if none did. With `again` in the request, it is always checked, and
     the second value is False.
 

@@ -290,9 +290,9 @@ def _plan(
 
 
 def _state_key(log: DeltaLog) -> dict[str, Any]:
-    """Return what identifies the caches of a log's newest state, as arguments by name.
+    """Return the lineage, position and state id of a log's newest state: the key of its caches.
 
-    They are its lineage, its position and its state id.
+    They are arguments by name.
     """
     return {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
 
@@ -501,8 +501,9 @@ def _keep_for_next_time(
 ) -> None:
     """Write the caches of the state that was just published, whose id is `state`.
 
-    The caches are the graph's record, changed rows of mapped tables, hashes of rows, and rows held back. A
-    failure to write them is ignored.
+    The caches are the graph's record, changed rows of mapped tables (`overlaid`), hashes of rows, and rows
+    held back. `found` are the changes that were sent, `what` the delta's description. A failure to write a
+    cache is ignored.
     """
     log, sent = planned.log, found.divided
     planned.graph.save(log.path)

@@ -105,8 +105,9 @@ def tables_of_log(log: DeltaLog) -> Iterator[ServedTableView]:
 def _view(name: str, dtype: DType, width: int, geometry: TableGeometry, state: TableState) -> ServedTableView:
     """Return the view of a table whose rows are stored as `width` numbers of `dtype`; all its index is read.
 
-    Rows of int8 are codes followed by a scale: trainers' tables of integers are not served by keys. Raises
-    CorruptFile if the index points to rows that do not exist.
+    `geometry` has the table's sizes, `state` reads its index. Rows of int8 are codes followed by a scale:
+    trainers' tables of integers are not served by keys. Raises CorruptFile if the index points to rows that
+    do not exist.
     """
     try:
         keys = int(np.count_nonzero(live_rows(geometry, state)))

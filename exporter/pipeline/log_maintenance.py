@@ -196,7 +196,7 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
 
 
 def _require_not_ended(log: DeltaLog, position: int) -> None:
-    """Raise PositionUnknown if the position is of an earlier log, whose deltas are no longer merged.
+    """Raise PositionUnknown if an earlier log has the position: its deltas are no longer merged.
 
     ManifestError if the model's other logs cannot be listed.
     """
@@ -282,10 +282,10 @@ def tidy(
 ) -> tuple[tuple[Merged, ...], RetiredDeltas]:
     """Merge the deltas that are due and, if `removes`, remove spare ones; do neither while the log is held.
 
-    Returns the mergers and the removed deltas. `log` is the model's, as last read under the lock; `clock`
-    returns seconds since 1970. Under a canary's hold, deltas beyond the hold stay as they are: they may be
-    reverted. If the model wants finite values, deltas that an earlier release published unchecked are merged
-    with later ones, as soon as these are finite, so that servers get past them.
+    Returns the mergers and the removed deltas. `log` is the model's, as last read under the lock (None: it is
+    read now); `clock` returns seconds since 1970. Under a canary's hold, deltas beyond the hold stay as they
+    are: they may be reverted. If the model wants finite values, deltas that an earlier release published
+    unchecked are merged with later ones, as soon as these are finite, so that servers get past them.
 
     Raises ExportError (TargetBusy among others) if the log cannot be read or locked, or a merger cannot be
     published; earlier mergers stay. ModelHeld is not raised: it ends the merging. Files that cannot be
@@ -721,8 +721,8 @@ def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
 def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
     """Return the runner of a merger; the job of a single task is not kept, unless an engine is named.
 
-    `tasks` is the merger's number of tasks. Raises UsageError for an unknown engine or options that it does
-    not accept.
+    `jobs` names the engine, `tasks` is the merger's number of tasks. Raises UsageError for an unknown engine
+    or options that it does not accept.
     """
     from exporter.jobs.runner import Runner
 

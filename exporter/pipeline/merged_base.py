@@ -382,8 +382,8 @@ def _copy_graph(
 ) -> None:
     """Write to `bundle` a base's files except its variables, changed for its new position, log and tables.
 
-    `step` is the training step of the new values, `mapped` the new record of mapped tables. The base's files
-    are verified first.
+    `place` is the new position and log, `step` the training step of the new values, `mapped` the new record
+    of mapped tables, None without any. The base's files are verified first.
 
     Raises:
         VerificationError: a file of the base is damaged.
@@ -443,7 +443,8 @@ def _scopes(meta_graph: Proto) -> set[str]:
 def _move_log(saved_model: Proto, base: LogBase, place: BasePlace) -> None:
     """Replace a base's log and lineage in its graph, where they are constants and in names of resources.
 
-    `saved_model` is changed. Raises ManifestError if it has no such constants.
+    `saved_model` is changed; `place` has the new log and lineage. Raises ManifestError if it has no such
+    constants.
     """
     lineage = (base.manifest.lineage or "").encode(), place.lineage.encode()
     log = log_name(base.entry.log).encode(), log_name(place.log).encode()

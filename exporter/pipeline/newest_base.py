@@ -60,10 +60,11 @@ def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
     """Add the incremental subgraph to the staged graph, for the position where the base will be published.
 
     The position is chosen, and publishing fails if another process uses it first; `staged` gets the graph,
-    the mapping, the manifest's entry and the warm-up requests. A base whose checkpoint's step is below
-    `beyond` also gets the trainer's increments. Warm-up requests catch up with the log first and last, before
-    a server lets the version answer: the requests between may take seconds in which more is published. These
-    are for the base's own signatures, and the given ones, or generated ones.
+    the mapping, the manifest's entry and the warm-up requests. `updates` are the options of deltas. A base
+    whose checkpoint's step is below `beyond` also gets the trainer's increments. Warm-up requests catch up
+    with the log first and last, before a server lets the version answer: the requests between may take
+    seconds in which more is published. These are for the base's own signatures, and the given ones, or
+    generated ones.
 
     Raises:
         UsageError: there are too many warm-up requests.
@@ -180,8 +181,9 @@ def merge_increments(
 ) -> Catalog:
     """Rewrite a bundle's variables with the trainer's increments on top; return their catalog.
 
-    The increments become one delta in the directory `scratch`, to which the old variables are moved;
-    variables in `mapped` (names) get files of their own. Memory is bounded.
+    `entry` is the base's, in its manifest. The increments become one delta in the directory `scratch`, to
+    which the old variables are moved; variables in `mapped` (names) get files of their own. Memory is
+    bounded.
 
     Raises CheckpointError or OSError if something is damaged or cannot be read, TableFull or SchemaChanged if
     increments do not fit the base, MappingError or NotFinite if a value does not fit the served dtype,

@@ -55,7 +55,7 @@ class Proposal(Struct, frozen=True):
     refused: ExportError | None = None
 
     def command(self, ckpt_dir: Path, out: Path, builder: Path | None = None) -> str:
-        """Return the command line of the export, quoted for a shell.
+        """Return the command line of the export of `ckpt_dir` to the model `out`, quoted for a shell.
 
         `builder` is the file to which the builder was written; None: `model.py`.
         """
@@ -131,7 +131,7 @@ def _from_graph(catalog: Catalog, model: str) -> Proposal:
 
 
 def _has_default(index: GraphIndex, one: ProposedInput) -> bool:
-    """True for a scalar input with a default, such as a dropout rate: requests need not give it."""
+    """True if an input is a scalar with a default, such as a dropout rate: requests need not give it."""
     node = index.nodes[endpoint(one.tensor).node]
     return node.op == "PlaceholderWithDefault" and attr_shape(node) == ()
 

@@ -312,11 +312,12 @@ class Restorer:
     def _stop(self, way: _Way, staging: Staging, why: str | None) -> None:
         """Hold the model before a base or version replaces the served values; do nothing before a delta.
 
-        The hold is at the present position, or at that of a canary's hold, which it replaces; a person's
-        hold, or an unreadable one, stays. Of a model without a log, it is at the base's future position, and
-        nothing is done for a version, which `_ByVersion.publish` precedes by its hold. `why` is recorded as
-        the reason. In the mirror of a store, the hold is uploaded at once. Raises PublishError if it cannot
-        be written; ManifestError, PositionError or VersionExists if the base's position cannot be known.
+        `way` is the way of the restoration. The hold is at the present position, or at that of a canary's
+        hold, which it replaces; a person's hold, or an unreadable one, stays. Of a model without a log, it is
+        at the base's future position, and nothing is done for a version, which `_ByVersion.publish` precedes
+        by its hold. `why` is recorded as the reason. In the mirror of a store, the hold is uploaded at once.
+        Raises PublishError if it cannot be written; ManifestError, PositionError or VersionExists if the
+        base's position cannot be known.
         """
         if isinstance(way, _ByDelta):
             return  # `_ByDelta.publish` begins with its own hold
@@ -486,7 +487,7 @@ class _ByDelta(_Way):
         return chain
 
     def _stop_at(self, to: int, staging: Staging, why: str | None) -> None:
-        """Hold the log at `to`, and record `why`; a hold at `to`, before it, or unreadable stays.
+        """Hold the log at `to`, and record the reason `why`; a hold at `to`, before it, or unreadable stays.
 
         In the mirror of a store, the hold is uploaded at once. Raises PublishError if it cannot be written.
         """

@@ -151,9 +151,10 @@ def _check_files(
 ) -> SameGraph:
     """Compare the files of a graph and of its tables; build it if files differ that its code only read.
 
-    `differences` lists differences of options, as texts. Raises SchemaChanged for any difference, UsageError
-    if a Python file is named without its function; GraphError, CheckpointError, TensorFlowNeeded or OSError
-    if the graph cannot be built.
+    `origin` is the base's record of its graph, `asked` the requested graph, `before` the record of files
+    beside the log. `differences` lists differences of options, as texts. Raises SchemaChanged for any
+    difference, UsageError if a Python file is named without its function; GraphError, CheckpointError,
+    TensorFlowNeeded or OSError if the graph cannot be built.
     """
     base = f"of base {log.base.at.position}"
     files, more = _source_files(log, origin, asked, before)
@@ -182,8 +183,9 @@ def _check_files(
 def _check_built(log: DeltaLog, origin: GraphOrigin, asked: GraphRequest) -> SameGraph:
     """Build the graph again, by the builder and TensorFlow, and compare all of it with the base's.
 
-    Raises SchemaChanged if it differs, UsageError if no model is named, GraphError, CheckpointError,
-    TensorFlowNeeded or OSError if it cannot be built.
+    `asked` is the requested graph, `origin` the base's record of its graph. Raises SchemaChanged if it
+    differs, UsageError if no model is named, GraphError, CheckpointError, TensorFlowNeeded or OSError if it
+    cannot be built.
     """
     if asked.model is None:
         raise UsageError("--verify graph: nothing says what to build", hint="name the model again: --model")

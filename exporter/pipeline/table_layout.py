@@ -121,9 +121,9 @@ def write_tables(
 ) -> WrittenTables:
     """Write the tables' indexes, and rows that cannot be linked; return the mapping with these tensors.
 
-    They are written under `directory`, which must not exist, or where the runner keeps jobs. Waits for all
-    tasks. Raises CheckpointError if tables are damaged, PublishError if they cannot be written, EngineFailed
-    if the runner's engine fails.
+    `admission` says which keys get a row. The files are written under `directory`, which must not exist, or
+    where the runner keeps jobs. Waits for all tasks. Raises CheckpointError if tables are damaged,
+    PublishError if they cannot be written, EngineFailed if the runner's engine fails.
     """
     with writing(directory):
         directory.mkdir()

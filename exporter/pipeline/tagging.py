@@ -23,7 +23,7 @@ from exporter.storage.files import writing
 
 
 class Tagging(Struct, frozen=True):
-    """A change of a tag: the tag after the change, and before; None if there is no such tag.
+    """A change of a tag: `tag` after the change and the tag `before`; None for a tag that does not exist.
 
     `meets` lists what a plan would meet in a store.
     """
@@ -55,8 +55,8 @@ def set_tag(
 ) -> Tagging:
     """Set a tag to a position, which retention keeps from now on; an existing tag of this name moves.
 
-    `position` is a number or a name; `reason` is kept with the tag. Returns the tag before and after. A
-    `dry_run` checks everything and writes nothing.
+    `position` is a number or a name; `reason` is kept with the tag, None without. Returns the tag before and
+    after. A `dry_run` checks everything and writes nothing.
 
     Raises:
         UsageError: a tag cannot have the name, or `position` is not one; or there are too many tags.

@@ -302,8 +302,8 @@ def _may_be_marked(prefix: Path, full: CheckpointId, published: TrainerVersion, 
 def _is_increment_due(known: _Known, history: History) -> bool:
     """True while the trainer may still be about to write the next increment after a full checkpoint.
 
-    It may until the checkpoint's age exceeds twice the median pause between the last five increments, and 20
-    seconds. False if their files vanish meanwhile.
+    It may until the age of the checkpoint `known` exceeds twice the median pause between the last five
+    increments in `history`, plus 20 seconds. False if their files vanish meanwhile.
     """
     try:
         times = sorted(stored.path.stat().st_mtime for stored in history.written_last(_LATELY))

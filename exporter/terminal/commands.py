@@ -73,7 +73,7 @@ class Commands(Mapping[str, Any]):
 def application(
     help: str, late: Mapping[str, LateCommand], *, invoke_without_command: bool = False
 ) -> typer.Typer:
-    """Make the Typer application of a program with several commands, by their names in the order of help.
+    """Make the Typer application of a program with the commands `late`, by name, in the order of help.
 
     `help` is the help text of the program, or of its callback. With `invoke_without_command` the callback
     runs without a command, too, and has its own help options; otherwise the help is printed then.

@@ -75,9 +75,10 @@ NOTES = "notes"
 def command(flags: OutputFlags) -> Iterator[Output]:
     """Run a command's body, the block, with its output; any exception ends in a message and an exit code.
 
-    Yields the output. Notes on the command line are printed before. In the block, `sys.stdout` is redirected
-    to stderr, but results are printed on stdout; SIGTERM raises KeyboardInterrupt like SIGINT, so that
-    staging is removed. From then on imports of TensorFlow are silent: see `on_import_of_tensorflow`.
+    Yields the output, in the mode of `flags`; with `debug` in them, tracebacks are printed, too. Notes on the
+    command line are printed before. In the block, `sys.stdout` is redirected to stderr, but results are
+    printed on stdout; SIGTERM raises KeyboardInterrupt like SIGINT, so that staging is removed. From then on
+    imports of TensorFlow are silent: see `on_import_of_tensorflow`.
 
     Raises:
         typer.Exit: the block has failed or was interrupted; with the exit code. The error is printed, unless

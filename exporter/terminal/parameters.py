@@ -168,7 +168,10 @@ def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
 
 
 def _require_numbers(context: Any, given: Mapping[str, Any]) -> None:
-    """Raise UsageError for nan, and for inf unless the option's help names it; `context` is Click's."""
+    """Raise UsageError if an option's value is NaN, or infinite and its help does not name `inf`.
+
+    `given` has the parsed values by parameter name; `context` is Click's.
+    """
     for one in context.command.params:
         value = given.get(one.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -386,7 +389,7 @@ def _enum(kind: Any) -> type[Enum] | None:
 
 
 def _is_several(one: DeclaredOption) -> bool:
-    """True if an option may be repeated: its type is a tuple or a mapping."""
+    """True if the option `one` may be repeated: its type is a tuple or a mapping."""
     kind = one.option.typed or one.type
     return get_origin(kind) is tuple or _is_mapping(kind)
 

@@ -81,7 +81,7 @@ def wrong_use(
 def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
     """Return the Click context of the typed command, made without parsing; the root's if none was typed.
 
-    `command` is the program's root, `program` its name.
+    `command` is the program's root, `program` its name; `arguments` were typed after it.
     """
     root = command.make_context(program, [], resilient_parsing=True)
     sub = next((one for each in arguments if (one := command.get_command(root, each))), None)
@@ -126,7 +126,7 @@ def _with_position(parameter: Any, arguments: Sequence[str]) -> Iterator[str]:
 def _option_without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, str] | None:
     """Return the first option without its value: its name, metavar, and the option that follows it.
 
-    None if each has its value. `context` is Click's, of the typed command.
+    None if each has its value. `context` is Click's, of the typed command; `arguments` are its words.
     """
     known = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
     for name, follows in pairwise(arguments):
