@@ -382,7 +382,7 @@ app = application(_HELP, COMMANDS)
 
 @app.callback()
 def serve_model(own_version: VersionOption = False) -> None:
-    """Do nothing: this is the root command; its only option is `--version`."""
+    """Do nothing: this is the root command, whose only option, `--version`, prints the release and exits."""
 
 
 def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -131,9 +131,10 @@ def multi_inference(
     """Run several classify and regress signatures over one input, in one step of the session.
 
     Appends a result for each task of the request, in order, to `response`, a `MultiInferenceResponse`. The
-    examples are fed to the input tensor of each signature: in TensorFlow 2 each has its own. StatusError for
-    another method, a model or signature named twice or wrongly, or as `classify` and `regress`; TensorFlow's
-    own errors pass.
+    examples are fed to the input tensor of each signature: in TensorFlow 2 each has its own. StatusError if a
+    task names another method, another model than the first, an absent signature, one of an earlier task, or
+    one without the tensors of its method; or if there are no examples, or an output has another type or
+    shape; TensorFlow's own errors pass.
     """
     tasks = [(task, _task_signature(model, request.tasks, index)) for index, task in enumerate(request.tasks)]
     inputs: set[str] = set()

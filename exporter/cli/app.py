@@ -163,7 +163,11 @@ class RunFlags(Struct, frozen=True):
 
 
 def check_places(places: PlaceFlags, run: RunFlags, request: ExportRequest) -> None:
-    """Raise UsageError for options that lack --incr, or that exclude the typed deltas or watch."""
+    """Raise UsageError for options that lack --incr, or that exclude the typed deltas or watch.
+
+    `--new-base if-needed` and `merged` and `--verify graph` need --incr; `--again` excludes --watch and
+    deltas, `--despite deltas` excludes --incr and --new-base.
+    """
     if alone := [when for when in run.new_base if when != "always" and not run.publishes_deltas]:
         raise UsageError(
             f"--new-base {alone[0]} goes with --incr", hint=f"add --incr, or leave out --new-base {alone[0]}"

@@ -48,7 +48,8 @@ def in_rows(name: str) -> str:
 def plan(planned: Plan, sink: Output) -> None:
     """Print the plan of a full export: its notes, and a JSON document or lines for people.
 
-    Raises MappingError or UsageError as `Plan.work`, before anything is printed.
+    Before anything is printed, raises MappingError if values would have to move between parts that are not
+    ranges of rows, UsageError if tasks are so small that there would be too many shards.
     """
     rewritten = sum(source.bytes_ for source in planned.mapping.sources if not source.is_verbatim)
     how = f"{human_bytes(rewritten)} of it rewritten" if rewritten else "all of it as stored"

@@ -102,7 +102,10 @@ def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> Non
 
 
 def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
-    """Print a rollback or resumption, or with `dry_run` its plan, and warnings of its publication."""
+    """Print a rollback or resumption, or with `dry_run` its plan, or that there is nothing to do.
+
+    Warnings of the publication are printed, too.
+    """
     status, lines = Status.NOTHING_TO_DO, _nothing_held(done)
     if done.was_held:
         status = _status(dry_run) if dry_run or done.published is not None else Status.HOLD_LIFTED
@@ -217,7 +220,7 @@ def _positions(known: tuple[int, ...]) -> str:
 
 
 def tagged(done: Tagging, sink: Output, *, dry_run: bool) -> None:
-    """Print a change of a tag, done or, with `dry_run`, planned."""
+    """Print a change of a tag, done or, with `dry_run`, planned; or that there is nothing to do."""
     status = Status.PLANNED if dry_run else Status.PUBLISHED
     now, before = (None if tag is None else tag.position for tag in (done.tag, done.before))
     document = documents.Tag(

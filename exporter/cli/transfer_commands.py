@@ -56,7 +56,7 @@ def push(
 
 
 def _require_order(command: str, model: Path, url: str) -> None:
-    """Raise UsageError for a model and a URL in the wrong order, two URLs, or a malformed URL.
+    """Raise UsageError for a model and a URL in the wrong order, two URLs, or a malformed URL as `model`.
 
     `command` is push or pull, for the hint.
     """
