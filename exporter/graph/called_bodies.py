@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, field
 
-from exporter.graph.constant_values import compute, is_computed
+from exporter.graph.constant_values import MISFITS, compute, is_computed
 from exporter.graph.nodes import (
     LOOPS,
     MERGES,
@@ -105,7 +105,7 @@ class CalledBody:
             self._values[tensor] = None  # a value that a loop passes back to itself is not constant
             if self._shared.steps < _MOST_STEPS:  # flags are computed in fewer steps, through all calls
                 self._shared.steps += 1
-                with suppress(KeyError, TypeError, ValueError, IndexError, ArithmeticError):
+                with suppress(KeyError, *MISFITS):
                     self._values[tensor] = self._evaluate(tensor)
                 self._shared.steps -= 1
         return self._values[tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from exporter.wire.protos import Proto
 
 Array = np.ndarray[Any, Any]
 _Computed = Callable[[Proto, list[Array]], Array]
+
+MISFITS = (ValueError, TypeError, IndexError, ArithmeticError)
+"""What `compute` raises if inputs do not fit an operation."""
 
 
 def is_computed(op: str) -> bool:
@@ -29,7 +33,7 @@ def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> A
         KeyError: `is_computed` is False for the operation.
         ValueError: the value has more than `most_bytes`, which is not checked for operations with several
             outputs.
-        ValueError, TypeError, IndexError, ArithmeticError: the inputs do not fit the operation.
+        One of `MISFITS`: the inputs do not fit the operation.
         GraphError: the node has an unknown type number.
     """
     with np.errstate(all="ignore"):  # kernels divide by 0 without a warning
@@ -136,8 +140,16 @@ def _unary(function: Callable[..., Any]) -> _Computed:
     return lambda _, values: function(values[0])
 
 
-def _binary(function: Callable[..., Any]) -> _Computed:
-    return lambda _, values: function(*values)
+def _of(inputs: int, function: Callable[..., Any]) -> _Computed:
+    def compute(_: Proto, values: list[Array]) -> Array:
+        if len(values) != inputs:  # numpy would write into one more
+            raise ValueError(f"it has {len(values)} inputs, expected {inputs}")
+        return np.asarray(function(*values))
+
+    return compute
+
+
+_binary = partial(_of, 2)
 
 
 def _broadcast_bytes(values: list[Array]) -> float:
@@ -166,11 +178,11 @@ _BINARY: Mapping[str, _Computed] = {
     "NotEqual": _binary(np.not_equal),
     "Pow": _binary(np.power),
     "Sub": _binary(np.subtract),
-    "ClipByValue": _binary(np.clip),
+    "ClipByValue": _of(3, np.clip),
     "Div": _divide,
     "DivNoNan": lambda _, values: np.where(values[1] == 0, 0, values[0] / values[1]).astype(values[0].dtype),
     "RealDiv": _divide,
-    "SelectV2": _binary(np.where),
+    "SelectV2": _of(3, np.where),
     "SquaredDifference": lambda _, values: np.square(values[0] - values[1]),
 }
 

@@ -45,7 +45,7 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.errors import ExportError, NotServable, UsageError
-from exporter.graph.constant_values import compute, is_computed
+from exporter.graph.constant_values import MISFITS, compute, is_computed
 from exporter.graph.deeprec_groups import group_handles, take_groups_apart
 from exporter.graph.deeprec_ops import GATHERS, HANDLE, INITIALISERS, is_deeprecs
 from exporter.graph.inference_graph import GraphDynamicTable
@@ -592,6 +592,6 @@ def _evaluated(
         values.append(value)
     try:
         known[tensor] = compute(node, values, tensor.output, _MAX_BYTES)
-    except (ValueError, TypeError, IndexError, ArithmeticError) as error:
+    except MISFITS as error:
         return None, f"its initializer cannot be computed ({error})"
     return known[tensor], ""

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from exporter.errors import TrainingModeServed
 from exporter.graph.called_bodies import CalledBody, is_by_batch
-from exporter.graph.constant_values import compute
+from exporter.graph.constant_values import MISFITS, compute
 from exporter.graph.inference_graph import InferenceGraph, TrainingMode
 from exporter.graph.nodes import (
     SWITCHES,
@@ -308,7 +308,10 @@ class _Uses:
         if span is None or None in numbers.values():
             return None
         values = [np.asarray(numbers.get(text, span)) for text in input_names(node)]
-        moved = compute(node, values, 0, _MOST_BYTES)
+        try:
+            moved = compute(node, values, 0, _MOST_BYTES)
+        except MISFITS:  # TensorFlow would refuse such a graph
+            return None
         return moved if np.isfinite(moved).all() else None
 
     def _compared(self, node: Proto, source: Proto, span: Array | None) -> tuple[_Kind, float | None]:

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from exporter.graph.constant_values import compute, is_computed
-from exporter.graph.nodes import endpoint
+from exporter.graph.nodes import endpoint, new_node
 from exporter.wire import protos
 from exporter.wire.tensor_proto import to_array
 
@@ -149,3 +149,13 @@ def test_every_operation_is_compared() -> None:
     compared = {name.split(",")[0].split()[0] for name in [*SAME_SHAPE, *BROADCAST, *ARRANGED]}
     of_loops = {"Enter", "RefEnter"}
     assert {op for op in dir(raw) if is_computed(op)} - of_loops == compared
+
+
+@pytest.mark.parametrize("op", ["Mul", "Less", "SelectV2", "ClipByValue"])
+def test_inputs_that_an_operation_does_not_have_are_refused_and_stay_as_they_are(op: str) -> None:
+    count = 3 if op in ("SelectV2", "ClipByValue") else 2
+    values = [np.full(2, n, bool if op == "Less" and n == count else np.float32) for n in range(count + 1)]
+    before = [value.copy() for value in values]
+    with pytest.raises(ValueError, match=f"it has {count + 1} inputs, expected {count}"):
+        compute(new_node("n", op, []), values, 0, 1 << 15)
+    np.testing.assert_array_equal(values, before)

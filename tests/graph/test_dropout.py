@@ -18,6 +18,7 @@ from exporter.graph.load import GraphRequest, load_graph
 from exporter.graph.training_mode import check_dropout
 from exporter.options import ExportRequest
 from exporter.pipeline.full import export, plan
+from exporter.wire import protos
 from tests.support.graph_runs import built, keep_prob, train
 from tests.support.trained import answers_in_session
 
@@ -353,6 +354,26 @@ def test_what_a_request_decides_is_not_refused(kind: str, control_flow_v2: bool,
     graph = load_graph(GraphRequest(model=trained.meta, inputs=inputs, outputs={"y": "y"}))
     assert not is_refused(graph)
     assert any("draws random numbers" in note for note in graph.notes)
+
+
+@pytest.mark.parametrize("op", ["Mul", "RealDiv", "AddV2"])
+def test_numbers_in_a_damaged_graph_are_followed_as_far_as_it_makes_sense(op: str, tmp_path: Path) -> None:
+    def build(v1: Any, x: Any) -> Any:
+        import tensorflow as tf
+
+        tf.constant(2.0, name="two")
+        drawn = tf.random.uniform([3], name="drawn")
+        return x + tf.reduce_sum(
+            tf.floor({"Mul": drawn * 4.0, "RealDiv": drawn / 0.3, "AddV2": drawn + 0.7}[op])
+        )
+
+    trained = train(tmp_path, built(build))
+    meta_graph = protos.MetaGraphDef.FromString(Path(trained.meta).read_bytes())
+    (node,) = (n for n in meta_graph.graph_def.node if n.op == op and n.input[0].startswith("drawn"))
+    node.input.append("two")  # the operation takes two inputs
+    Path(trained.meta).write_bytes(meta_graph.SerializeToString())
+    graph = load_graph(GraphRequest(model=trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
+    assert is_refused(graph)
 
 
 def test_each_signature_counts_for_itself(tmp_path: Path) -> None:
