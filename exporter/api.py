@@ -360,9 +360,9 @@ def rollback(
     `to` is a number, or a name: a tag ("prod"), "@latest", "@previous", "@yesterday", "@2h" (two hours ago)
     or "@2026-11-26T08:00" (UTC): the newest position published until then. Values from before a change of
     structure are published as a new base; those of a version that takes no deltas, as the newest version. The
-    `reason` is kept in the manifest, and `export-model history` shows it. `if_canary`: only if a canary's
-    hold is at `to`. `model` is a model base path, or its URL. A `dry_run` reads and checks the same input,
-    writes nothing, and returns the plan.
+    `reason` is kept in the manifest, and `export-model history` shows it; None: there is none. `if_canary`:
+    only if a canary's hold is at `to`. `model` is a model base path, or its URL; `signing` says who signs. A
+    `dry_run` reads and checks the same input, writes nothing, and returns the plan.
 
     Raises:
         PositionUnknown: `to` is not a published position, or its values are gone.
@@ -392,8 +392,8 @@ def resume(
     """Lift the hold; after a rollback without later publications, publish the values before it again.
 
     With `lift_only` the values stay the rollback's; `lift_canary` lifts a canary's hold, too. Without a hold
-    nothing is done, and the result's `was_held` is False. `model` is a model base path, or its URL. A
-    `dry_run` reads and checks the same input, writes nothing, and returns the plan.
+    nothing is done, and the result's `was_held` is False. `model` is a model base path, or its URL; `signing`
+    says who signs. A `dry_run` reads and checks the same input, writes nothing, and returns the plan.
 
     Raises:
         UsageError: the rollback was accepted by a resumption with `lift_only`.

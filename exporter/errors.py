@@ -132,7 +132,10 @@ _LONGEST = 4000
 
 
 def bounded(text: str) -> str:
-    """Return the text; of more than 4,000 characters, only these, and the text's length in words."""
+    """Return the text, shortened to 4,000 characters and followed by its length if it is longer.
+
+    Errors quote files, servers and libraries.
+    """
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
 
 

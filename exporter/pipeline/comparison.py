@@ -110,7 +110,10 @@ def _joined(tensors: Mapping[str, TensorRef], others: Mapping[str, TensorRef]) -
 
 
 def _groups(tensors: Mapping[str, TensorRef]) -> dict[str, dict[int, TensorRef]]:
-    """Return the tensors called `<table>/part_<n>`, by the table's name and then by n."""
+    """Return the tensors called `<table>/part_<n>`, by the table's name and then by n.
+
+    Also `<table>/part_<n>/<slot>`: by `<table>/<slot>`.
+    """
     found: dict[str, dict[int, TensorRef]] = {}
     for ref in tensors.values():
         if match := _PART.fullmatch(ref.name):
@@ -299,7 +302,9 @@ def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, K
 def compare_tables(
     a: Mapping[str, Keyed], b: Mapping[str, Keyed], in_8_bits: Collection[str] = ()
 ) -> Iterator[TableDifference]:
-    """Yield the difference of each table that both have with rows of one form; it may be empty.
+    """Yield the difference of each table that both sides have with rows of one dtype and shape.
+
+    A table without a difference is yielded, too (`is_empty`).
 
     `a` and `b` are tables by name; the order is that of `a`. `in_8_bits` has the names of variables,
     `<table>/<part>`, whose rows are codes with a scale: these are measured as numbers. While iterating,

@@ -497,7 +497,7 @@ def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def _stuck_at(log: DeltaLog, deltas: Sequence[LogDelta], bad: Sequence[LogDelta]) -> int | None:
-    """Return the lowest position at which servers stop because they refuse the deltas `bad`; None without.
+    """Return the lowest position at which servers stop as they refuse the deltas `bad`; None if none does.
 
     Servers do not stop where other deltas lead past the refused ones. `deltas` are all deltas that servers
     may apply now, `bad` among them.

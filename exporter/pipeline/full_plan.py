@@ -390,7 +390,7 @@ def _require_own_directory(model: Path, catalog: Catalog) -> None:
 
 
 def _target_notes(model: Path) -> tuple[str, ...]:
-    """Return a warning, in a tuple, if the newest version takes deltas, which a plain one ends; else ().
+    """Return a warning, in a tuple, if a plain version ends the deltas of the newest version; else ().
 
     () also if its manifest is damaged. LfsPointer if the manifest is a Git LFS pointer.
     """
@@ -425,7 +425,7 @@ def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: Variable
 
 
 def _refuse_large_tables(mapping: VariableMapping) -> None:
-    """Raise NotServable for a lookup table of more than 64 MiB: a delta holds all of one that changed."""
+    """Raise NotServable for a lookup table of more than 64 MiB: deltas have a changed table as a whole."""
     sizes = {source.key: source.tensor.bytes_ for source in mapping.sources if not source.variables}
     for table in mapping.tables:
         size = sizes[table.keys] + sizes[table.values]
@@ -478,7 +478,7 @@ def _digest(planned: Plan) -> str:
 
 
 def _graph(graph: InferenceGraph) -> str:
-    """Return a digest of a graph that does not depend on names that change from run to run."""
+    """Return a digest (hex) of a graph; names that change from run to run do not change it."""
     graph_def = graph.meta_graph.graph_def
     shared = (node.attr[_SHARED].s for node in graph_def.node if _SHARED in node.attr)
     if graph_def.library.function or any(map(_UUID.search, shared)):

@@ -212,10 +212,10 @@ def _require_not_ended(log: DeltaLog, position: int) -> None:
 def merge_run(
     log: DeltaLog, run: Sequence[LogDelta], jobs: Jobs = LOCALLY, progress: ProgressFactory = no_progress
 ) -> Merged | None:
-    """Publish the neighbouring deltas `run` of a log as one; None if that one is published already.
+    """Merge and publish the neighbouring deltas `run` of a log; None if the merger is published already.
 
     Another process may publish it meanwhile; None also if others published a base of another log. `run` is in
-    order, at least one delta.
+    order, at least one delta. `jobs` says where tasks run.
 
     Raises:
         NotFinite: the model would refuse the merged delta.

@@ -202,10 +202,11 @@ class Restorer:
         return Restoration(to, DeltaOrigin.ROLLBACK, before, is_canaried=judged)
 
     def before_rollbacks(self) -> int | None:
-        """Return the position before the first rollback in force; None if a rollback is not the newest.
+        """Return the model's position before the first of the rollbacks in force.
 
-        Of delta rollbacks of earlier releases, which do not record it, it is the position where the delta
-        starts. Raises ManifestError if a delta's manifest cannot be read.
+        None if the newest publication is not a rollback. For a delta of an earlier release, which does not
+        record the position, it is the delta's start. Raises ManifestError if a delta's manifest cannot be
+        read.
         """
         if self.published is None:
             return _before(self._manifest)

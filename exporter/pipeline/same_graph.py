@@ -246,8 +246,8 @@ def _compare_finished(
     """Compare a finished graph whose bytes differ from the base's, but which may be the same inference graph.
 
     Returns the record of its files, and the differences as texts; [] if there are none. A graph that cannot
-    be loaded is a difference. Raises TensorFlowNeeded for a model that an archive describes, without
-    TensorFlow.
+    be loaded is a difference. Raises TensorFlowNeeded for a model that an archive describes, if TensorFlow is
+    not installed.
     """
     try:
         return _compare_built(log, origin, asked, files)

@@ -94,7 +94,10 @@ class Staged(Struct):
         return self.staging.path
 
     def scratch(self, name: str) -> Path:
-        """Return a path beside the bundle, which is not made; it is removed with the staging."""
+        """Return the path of `name` beside the bundle, for scratch files; it is removed with the staging.
+
+        Nothing is made there.
+        """
         return self.staging.path.with_name(name)
 
 

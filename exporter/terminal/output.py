@@ -268,7 +268,7 @@ class Output(Struct):
             timer.cancel()
 
     def trouble(self, text: str) -> None:
-        """Print an error that the command survives on stderr, also with --quiet.
+        """Print the text of an error that does not end the command: on stderr, also with --quiet.
 
         A failure to write is ignored.
         """
@@ -381,7 +381,8 @@ class _Bar(Struct, frozen=True):
 def as_json(document: Any, indent: int | None = None) -> str:
     """Return a document as ASCII JSON without control characters; structs, times and paths may be in it.
 
-    `indent` is as in `json.dumps`: None is one line. Paths of mirrors are replaced by their URLs.
+    `indent` is as in `json.dumps`: None is one line. Paths of mirrors are replaced by their URLs. TypeError
+    for a value of another type.
     """
     # JSON escapes all control characters except one, DEL.
     text = json.dumps(document, indent=indent, default=to_json)
@@ -389,9 +390,9 @@ def as_json(document: Any, indent: int | None = None) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """Return a value that `json` cannot write by itself, a struct, time or path, as one that it can.
+    """Return a value for `json` in place of one that it cannot write: a path's text, a time's ISO form.
 
-    TypeError for any other value.
+    For a struct, a dictionary of its fields. TypeError for any other value.
     """
     if isinstance(value, Path):
         return str(value)
