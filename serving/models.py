@@ -255,8 +255,8 @@ class ConfigFile:
     def follow(self, models: ServedModels) -> None:
         """Begin to read the file every `poll_seconds`, in a thread, and apply its content to `models`.
 
-        This goes on until `stop`. A configuration that cannot be applied changes nothing, and its error is
-        logged once in a row. With `poll_seconds` 0 nothing happens.
+        This goes on until `stop`. A configuration that cannot be applied changes nothing; its error is
+        logged, but not again while it stays the same. With `poll_seconds` 0 nothing happens.
         """
         if self._poll_seconds > 0:
             name = f"models of {self.path.name}"
