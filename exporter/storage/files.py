@@ -31,7 +31,9 @@ _MOST_KEPT_BYTES = 16 << 20  # of files whose content is kept in memory: 5,000 m
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise the named error for an `OSError` of the block, about the error's own file, or else `path`.
+    """Replace an `OSError` of the block by a named error about the error's own file, or else about `path`.
+
+    Other exceptions pass.
 
     Raises:
         TargetNotWritable: no permission, a read-only file system, something that is not a directory.
@@ -50,11 +52,13 @@ def below(
 ) -> Path:
     """Return the path below `directory` for a `name` from a document; it need not exist.
 
-    All such names become paths here. `said` begins the error's message, and says whose name it is. With
-    `writes` the path may not contain a symbolic link below `directory`.
+    No other code makes paths of such names. `said` begins the error's message, and says whose name it is. For
+    a path to be written, `writes` also refuses a symbolic link below `directory`.
 
     Raises:
-        ExportError: an `error`; the name is absolute, not below the directory, or invalid: see `flaw_of`.
+        ExportError: an instance of `error`: the name is absolute, not below the directory, or invalid (see
+            `flaw_of`); or with `writes`, a part of the path is a symbolic link.
+        OSError: with `writes`, a part of the path cannot be looked at.
     """
     path, flaw = directory / name, flaw_of(name)
     if not flaw and writes:
@@ -66,10 +70,10 @@ def below(
 
 
 def make_directories(path: Path) -> None:
-    """Make `path` and its missing parents, each entry on disk before this returns.
+    """Make `path` and its missing parents, and wait until their directory entries are on disk.
 
     NotADirectoryError or FileExistsError if `path` is a file, other OSErrors if a directory cannot be made;
-    PublishError and subclasses, as `sync`, if an entry cannot be synced.
+    PublishError, TargetNotWritable or DiskFull if an entry cannot be synced.
     """
     missing = []
     while not path.exists():
@@ -83,10 +87,10 @@ def make_directories(path: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file and wait until its bytes are on disk; its directory entry need not be.
+    """Write a new file with this content and wait until its bytes are on disk, but not its directory entry.
 
     Raises:
-        TargetNotWritable, DiskFull, PublishError: as `writing`, also if `path` exists.
+        PublishError: `path` exists or cannot be written; TargetNotWritable or DiskFull if that is why.
     """
     with writing(path), path.open("xb") as file:
         file.write(content)
@@ -105,12 +109,13 @@ _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 def replace_file(path: Path, content: bytes, *, mode: int = 0o666, durably: bool = False) -> None:
     """Write a file by a rename: readers find the old content or all of the new.
 
-    What processes left that were killed while they replaced it is removed. `mode` is that of the new file,
-    less the umask. With `durably` this waits until bytes and name are on disk.
+    `path` need not exist. Unfinished files of processes that were killed in this function are removed first.
+    `mode` is that of the new file, less the umask. With `durably` this waits until bytes and name are on
+    disk.
 
     Raises:
         OSError: the directory cannot be written or listed, or its file system has no locks.
-        PublishError and subclasses: with `durably`, also as `sync`.
+        PublishError, TargetNotWritable, DiskFull: with `durably`, the directory cannot be synced.
     """
     hidden = f".{path.name.removeprefix('.')}."
     _remove_unlocked(path.parent, re.compile(re.escape(hidden) + r"[0-9]+(-[0-9a-f]+)?"))
@@ -135,9 +140,9 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o666, durably: bool
 
 
 def _remove_unlocked(directory: Path, name: re.Pattern[str]) -> None:
-    """Remove a directory's files with such names that nobody has locked; what cannot be opened stays.
+    """Remove the files of a directory whose names match `name`, unless a process has locked them.
 
-    OSError if the directory cannot be listed.
+    A file that cannot be opened or removed stays. OSError if the directory cannot be listed.
     """
     for path in [each for each in directory.iterdir() if name.fullmatch(each.name)]:
         with suppress(OSError):
@@ -150,12 +155,13 @@ def _remove_unlocked(directory: Path, name: re.Pattern[str]) -> None:
 
 
 def sync(path: Path) -> bool:
-    """Wait until a file's bytes, or a directory's entries, are on disk.
+    """Wait until a file's bytes, or a directory's entries, are on disk; return True then.
 
-    Returns False if the file system cannot sync directories.
+    Returns False if `path` is a directory, and its file system cannot sync directories.
 
     Raises:
-        TargetNotWritable, DiskFull, PublishError: as `writing`, also if `path` does not exist.
+        PublishError: `path` does not exist or cannot be synced; TargetNotWritable or DiskFull if that is the
+            reason.
     """
     with writing(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -173,16 +179,18 @@ def sync(path: Path) -> bool:
 
 
 def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int, int]] | None = None) -> int:
-    """Return a descriptor to read a regular file, which the caller closes.
+    """Return a descriptor to read the regular file `path`; the caller closes it.
 
-    Of an object in a store, `ranges` (start, stop) are fetched first, or all of it if None. Without `follow`
-    a symbolic link is refused (ELOOP).
+    If the file stands for an object in a store, the byte `ranges` (start, stop) of the object are fetched
+    first, or all of it if None. Without `follow` a symbolic link is refused (ELOOP).
 
     Raises:
-        CheckpointError: the object cannot be fetched, or the file is a pointer that Git LFS has not replaced;
-            CheckpointChanged if the object was replaced.
+        CheckpointError: the object cannot be fetched; CheckpointChanged if it was replaced; LfsPointer if the
+            file is a pointer that Git LFS has not replaced.
+        PositionMoved: the object, of a model that a command has opened in a store, was replaced.
         DiskFull, PublishError: what is fetched cannot be written.
-        OSError: as `os.open`; EISDIR for a directory, EINVAL for anything else that is not a file.
+        OSError: the file does not exist or cannot be opened; EISDIR for a directory, EINVAL for a pipe, a
+            device or a socket.
     """
     kind = 0 if follow else os.O_NOFOLLOW
     # without blocking: opening a pipe or a device may wait for ever
@@ -205,7 +213,7 @@ def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int,
 
 @contextmanager
 def regular_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file to read inside the block; each OSError while reading names the file.
+    """Open the regular file `path` to read in the block; an OSError of the block without a name gets `path`.
 
     Raises:
         CheckpointError, DiskFull, PublishError, OSError: as `open_regular`.
@@ -220,7 +228,7 @@ def regular_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the file's name to OSErrors of the block that have none: of calls with a descriptor alone."""
+    """Add the name `path` to an OSError of the block that names no file, as of a call with a descriptor."""
     try:
         yield
     except OSError as error:
@@ -230,11 +238,13 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """Return all bytes of a regular file; it never waits for a pipe, and never reads more than `limit` bytes.
+    """Return all bytes of a regular file of at most `limit` bytes; a pipe is refused at once.
 
     Raises:
-        CheckpointError, DiskFull, PublishError, OSError: as `open_regular`; OSError (EFBIG), too, for a file
-            of more than `limit` bytes.
+        OSError: EFBIG if it has more than `limit` bytes; otherwise it does not exist, cannot be read, or is
+            not a regular file.
+        CheckpointError: it is a pointer of Git LFS, or an object in a store that cannot be fetched.
+        DiskFull, PublishError: what is fetched from a store cannot be written.
     """
     require_size(path, path.stat().st_size, limit)
     with regular_file(path) as file:
@@ -244,10 +254,11 @@ def read_regular(path: Path, limit: int) -> bytes:
 def read_given(path: Path, limit: int) -> bytes:
     """Return all bytes of a file that a person named: regular, or a pipe, as a shell's <(command) makes.
 
-    A pipe is read to its end, which is waited for. `limit` is in bytes.
+    This waits for the end of a pipe.
 
     Raises:
-        CheckpointError, DiskFull, PublishError, OSError: as `read_regular`.
+        OSError: EFBIG if it has more than `limit` bytes; otherwise as `read_regular`.
+        CheckpointError, DiskFull, PublishError: as `read_regular`.
     """
     if not path.is_fifo():
         return read_regular(path, limit)
@@ -269,11 +280,7 @@ _STEP = 1 << 20
 
 
 def require_size(path: Path, size: int, limit: int) -> None:
-    """Refuse the file `path` if its `size` is more than `limit`, both in bytes.
-
-    Raises:
-        OSError: EFBIG.
-    """
+    """Raise OSError (EFBIG) about the file `path` if its `size` is more than `limit`, both in bytes."""
     if size > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit} bytes", os.fspath(path))
 
@@ -288,8 +295,8 @@ class Unchanged(Generic[T]):
     def of(self, path: str | Path, read: Callable[[Path], T]) -> T:
         """Return the value that `read` makes from a file; a kept value is returned without opening the file.
 
-        Values of files of at most 1 MiB that were not written to in the last two seconds are kept. All
-        values are forgotten when their files together pass 16 MiB. Errors are those of `read`.
+        Values of files of at most 1 MiB that did not change in the last two seconds are kept. All values are
+        forgotten when their files together would pass 16 MiB. Raises what `read` raises.
         """
         try:
             found = os.stat(path)  # noqa: PTH116  a `Path` costs more than the call, and there are thousands
@@ -312,13 +319,13 @@ class Unchanged(Generic[T]):
 
 
 def copy_file(source: Path | str, target: Path | str) -> None:
-    """Copy a file's content and mode; for a file of a mirror, the object's content.
+    """Copy the content and mode of a file; if `source` stands for an object in a store, fetch that first.
 
-    An existing target is replaced.
+    The content of an existing target is overwritten; in a directory, the copy gets the name of `source`.
 
     Raises:
-        CheckpointError, DiskFull, PublishError: it cannot be fetched.
-        OSError: as `shutil.copy`.
+        CheckpointError, DiskFull, PublishError: the object cannot be fetched, or cannot be kept here.
+        OSError: `source` cannot be read, `target` cannot be written, or both are one file.
     """
     mirror.fetch(Path(source))
     shutil.copy(source, target)
@@ -344,16 +351,18 @@ def close_quietly(descriptor: int) -> None:
 def open_lock(path: Path, flags: int = os.O_CREAT) -> int:
     """Return a descriptor of the lock file `path`, made if need be; with `flags` 0 it must exist.
 
-    OSError as `os.open`: FileNotFoundError, ELOOP for a symbolic link.
+    The file is not locked yet, and the caller closes it. OSError if it cannot be opened: FileNotFoundError,
+    ELOOP for a symbolic link.
     """
     # writable, because NFS grants exclusive locks to writers only
     return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666)
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Acquire the lock (flock) of an open file, exclusive or shared, without waiting.
+    """Try to acquire the lock (flock) of an open file without waiting; return False if another holds it.
 
-    False if another holds it. OSError if the file system has no locks.
+    The lock is exclusive unless `shared`, and ends when `descriptor` and its copies are closed. OSError if
+    the file system has no locks.
     """
     try:
         # it ends when the descriptor's last copy closes
@@ -364,9 +373,10 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def lock_within(descriptor: int, seconds: float) -> bool:
-    """Acquire the exclusive lock of an open file, waiting up to `seconds`; False if another kept it.
+    """Acquire the exclusive lock of an open file, waiting up to `seconds`; return False if another kept it.
 
-    With 0 seconds it is tried once. OSError if the file system has no locks.
+    With 0 seconds there is one attempt. The lock ends when `descriptor` and its copies are closed. OSError if
+    the file system has no locks.
     """
     deadline = time.monotonic() + seconds
     while not try_lock(descriptor):
@@ -433,11 +443,12 @@ def is_gone(path: Path) -> bool:
 
 
 def file_digest(path: Path) -> str:
-    """Return the lower-case SHA-256 of a file's bytes.
+    """Return the SHA-256 of a file's bytes, in lower-case hexadecimal digits.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.
-        CheckpointError, DiskFull, PublishError: as `open_regular`.
+        CheckpointError: it is a pointer of Git LFS, or an object in a store that cannot be fetched.
+        DiskFull, PublishError: what is fetched from a store cannot be written.
     """
     with regular_file(path) as file:
         return sha256_of(file)
@@ -455,7 +466,7 @@ class FileDigests(Struct):
 
         A known digest is returned without reading the file if its identity is the same. A new one is
         recorded, and `is_new` set, unless the file was changed in the last two seconds. Raises OSError if the
-        file cannot be reached, and the errors of `of`.
+        file cannot be reached, and what `of` raises: by default, as `file_digest`.
         """
         name, looks = str(path.absolute()), kept_identity(path)
         was, digest = self.known.get(name, ([], ""))
@@ -479,7 +490,7 @@ class FileDigests(Struct):
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> FileDigests:
-        """Return the digests that `to_json` gave, none of them new; entries of another form are left out."""
+        """Return the digests in a document of `to_json`, none of them new; malformed entries are left out."""
         entries = {name: entry for name, entry in document.items() if isinstance(entry, list) and entry}
         return cls({name: (looks, str(digest)) for name, (*looks, digest) in entries.items()})
 

@@ -51,11 +51,14 @@ _AZURE = re.compile(r"([^@/]+)@([^./]+)[^/]*/?(.*)", re.DOTALL)
 
 
 def local_path(what: str, place: str | os.PathLike[str]) -> Path:
-    """Return the local path in the value of an option or argument, which errors call `what`.
+    """Return the local path that `place`, the value of an option or argument, means; errors call it `what`.
+
+    A text with a URL's beginning and wrong slashes, such as `s3:/b`, counts as a URL unless such a path
+    exists.
 
     Raises:
         UsageError: the value is empty, a URL of another scheme than `file`, or a `file://` URL of another
-            machine.
+            machine or without a path.
     """
     return _local(what, place, "only local paths are read and written")
 
@@ -103,7 +106,7 @@ def require_no_pattern(what: str, place: Path) -> None:
     `what` is the name of the option or argument in the error.
 
     Raises:
-        UsageError: its path has a character of a pattern.
+        UsageError: the absolute path of `place` has one of * ? [ \\.
     """
     # TensorFlow does so for variables and for deltas (`internal::GetMatchingPaths`)
     if found := _PATTERN.search(path := str(place.absolute())):
@@ -117,7 +120,7 @@ def require_no_pattern(what: str, place: Path) -> None:
 def quoted(place: object) -> str:
     """Return a path, URL or name, quoted for a shell: for commands that hints propose.
 
-    A path in a mirror is written as its URL.
+    A local path that stands for an object in a store is written as the object's URL.
     """
     text = shown(str(place))
     found = _URL_AS_PATH.match(text) if isinstance(place, Path) else None
@@ -136,7 +139,7 @@ def _in_dollar_quotes(character: str) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL without credentials and without the text after a question mark, for messages."""
+    """Return a URL for messages: `...` replaces credentials, and all text after a question mark."""
     return re.sub(r"\?.*", "?...", re.sub(r"[^/@]*:[^/@]*@", "...@", url), flags=re.DOTALL)
 
 
@@ -186,10 +189,13 @@ def _copy(scheme: str, url: str, *, writes: bool) -> str:
 
 
 def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
-    """Return the path from which a checkpoint is read: as `local_path`, or an object store's URL as a path.
+    """Return the path in `place`, the value of an option from which a checkpoint is read.
+
+    It is a local path as of `local_path`, or the `Path` of an object store's URL. Errors call it `what`.
 
     Raises:
-        UsageError: as `local_path`; a store's URL in another spelling than s3://, gs:// or az://.
+        UsageError: the value is empty, a URL of a store in another spelling than s3://, gs:// or az://, or
+            another URL that names no path on this machine.
     """
     text = os.fspath(place)
     if Url.parse(text) is not None:
@@ -204,10 +210,11 @@ def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
 
 
 def trained_path(what: str, place: str | os.PathLike[str]) -> Path:
-    """Return the local directory into which a trainer writes; errors call its option `what`.
+    """Return the local directory `place`, into which a trainer writes; errors call its option `what`.
 
     Raises:
-        UsageError: as `local_path`; for an object store's URL, with a hint how to export there.
+        UsageError: the value is empty, or a URL that names no path on this machine; for an object store's
+            URL, the hint says how to export there.
     """
     if (url := Url.parse(os.fspath(place))) is not None:
         raise UsageError(
@@ -219,10 +226,12 @@ def trained_path(what: str, place: str | os.PathLike[str]) -> Path:
 
 
 def local_name(what: str, name: str) -> str:
-    """Return the local path of a `file://` URL; any other name, such as `pkg.mod:fn`, unchanged.
+    """Return the local path of a `file://` URL; a name that is not a URL, such as `pkg.mod:fn`, unchanged.
+
+    Errors call the name `what`.
 
     Raises:
-        UsageError: as `local_path`, for a URL of another scheme or machine.
+        UsageError: it is a URL of another scheme or another machine.
     """
     return str(local_path(what, name)) if _URL.match(name) else name
 
@@ -230,7 +239,8 @@ def local_name(what: str, name: str) -> str:
 def checkpoint_parser(what: str) -> Callable[[str], Path]:
     """Return a function that parses a text of the command line as `checkpoint_path` does.
 
-    `what` is the name of the option or argument in errors. The function raises UsageError.
+    `what` is the name of the option or argument in errors. The function raises UsageError for a text that is
+    not such a path.
     """
 
     def path(text: str) -> Path:
@@ -242,7 +252,8 @@ def checkpoint_parser(what: str) -> Callable[[str], Path]:
 def path_parser(what: str) -> Callable[[str], Path]:
     """Return a function that parses a text of the command line as `local_path` does.
 
-    `what` is the name of the option or argument in errors. The function raises UsageError.
+    `what` is the name of the option or argument in errors. The function raises UsageError for a text that is
+    not a local path.
     """
 
     def path(text: str) -> Path:

@@ -77,9 +77,10 @@ class Held(Struct, frozen=True):
 class Mirror:
     """A local directory with the names, sizes and times of the objects at a URL.
 
-    A new one is empty until `refresh` or `show`. With `is_directory` the URL is known to be a directory.
-    UsageError if the library that reads stores is not installed, CheckpointError if the environment's
-    settings are refused, OSError if the directory cannot be made.
+    A new one is empty until `refresh` or `show`. With `is_directory` the URL is known to be a directory. The
+    local directory is made at once. UsageError if the library that reads stores is not installed,
+    CheckpointError if the environment's settings for a store are refused, OSError if the local directory
+    cannot be made.
     """
 
     def __init__(self, url: Url, *, is_directory: bool = False) -> None:
@@ -112,8 +113,9 @@ class Mirror:
     def refresh(self) -> None:
         """List the objects again: new ones appear, replaced ones become new files, others are removed.
 
-        CheckpointError if there are more than 100,000 objects; CheckpointError or a subclass if the store
-        cannot be listed; DiskFull or PublishError if a file cannot be made.
+        CheckpointError if there are more than 100,000 objects; CheckpointNotFound if the bucket does not
+        exist, StoreUnavailable if the store cannot be listed; DiskFull or PublishError if a file cannot be
+        made.
         """
         base = self.url.key("")
         found = {each.key[len(base) :]: each for each in self._list() if each.key.startswith(base)}
@@ -125,10 +127,10 @@ class Mirror:
         self.show(found)
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """Make files for these objects, by their names below the URL, and remove the files of all others.
+        """Make files for the objects `found`, by their names below the URL, and remove those of all others.
 
-        Names that cannot be paths, and those of directories, are skipped. DiskFull or PublishError if a file
-        cannot be made.
+        The file of an unchanged object stays as it is. Names that cannot be paths, and names of directories,
+        are skipped. DiskFull or PublishError if a file cannot be made.
         """
         # a key that cannot be a path here is skipped: `a//b`, `..`, `a/`, a long name
         found = {name: each for name, each in found.items() if not flaw_of(name)}
@@ -162,7 +164,7 @@ class Mirror:
         return held is not None and held is self._shown.get(name)
 
     def listed(self, name: str) -> RemoteObject:
-        """Return the object of the file of this name; CheckpointChanged if it has none."""
+        """Return the object of the file of this name; CheckpointChanged if no file there stands for one."""
         held = self.held(name)
         if held is None:
             raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
@@ -176,10 +178,10 @@ class Mirror:
         return (self.root / name).exists() and self.held(name) is None
 
     def forget(self, name: str) -> None:
-        """Free the disk space of a file of more than 1 MiB; opening it fetches it again.
+        """Free the disk space of the file `name` if it has more than 1 MiB; opening it fetches it again.
 
-        Does nothing for other files, and for files that were replaced here. DiskFull or PublishError if the
-        empty file cannot be made.
+        A new empty file replaces it. Does nothing for smaller files, and for files that a process replaced
+        here. DiskFull or PublishError if the empty file cannot be made.
         """
         with self._lock:
             # an existing memory map keeps its bytes; the caller makes sure that no thread opens it now
@@ -187,9 +189,10 @@ class Mirror:
                 self._place(name, self._shown[name].object)
 
     def stand_in(self, path: Path, each: RemoteObject) -> None:
-        """Make a new file `path` that stands for an object of the bucket, even after a rename below the root.
+        """Make a new file `path` that stands for the object `each` of the bucket, also after it is renamed.
 
-        PublishError, DiskFull or TargetNotWritable if the file cannot be made, also if it exists.
+        It may only be renamed below the mirror's root. PublishError, DiskFull or TargetNotWritable if the
+        file cannot be made, also if `path` exists.
         """
         pinned = self._private / f"{len(self._stand_ins)}"  # this link keeps the inode from being reused
         try:
@@ -204,7 +207,7 @@ class Mirror:
             self._stand_ins[inode] = Held(each, inode, Ranges())
 
     def standing_in(self, name: str) -> RemoteObject | None:
-        """Return the object of a file that `stand_in` made; None for any other file."""
+        """Return the object of the file `name` if `stand_in` made it; None for any other file."""
         held = None if self.has(name) else self.held(name)
         return None if held is None else held.object
 
@@ -224,9 +227,10 @@ class Mirror:
             self._stand_ins.clear()
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-        """Fetch those ranges (start, stop) of a file, by default all of it, that were not fetched yet.
+        """Fetch the bytes of a file that were not fetched yet: of these ranges (start, stop), or all if None.
 
-        With a small file, files that will probably be read next are fetched, too. A local file is skipped.
+        Ranges are extended to whole MiB. With a file of at most 1 MiB, files that will probably be read next
+        are fetched, too. Does nothing for a file that a process wrote here, or that does not exist.
         CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be read,
         DiskFull or PublishError if writing to the disk fails.
         """
@@ -243,9 +247,10 @@ class Mirror:
     def ask_store(
         self, name: str, ranges: Iterable[tuple[int, int]], ask: Callable[[ObjectReader, RemoteObject], T]
     ) -> T | None:
-        """Return the result of `ask` for the object itself; None if the file has all of these ranges already.
+        """Return the result of `ask`, called with the reader of the store and the object of the file `name`.
 
-        None, too, for a file that a process wrote here. Errors of `ask` pass.
+        None, without a call, if the file has all of these ranges (start, stop) already, if a process wrote it
+        here, or if it does not exist. Raises what `ask` raises.
         """
         with self._lock:
             held = self.held(name)
@@ -255,7 +260,10 @@ class Mirror:
             return ask(self._reader, held.object)
 
     def _asking(self) -> AbstractContextManager[None]:
-        """Return a context for requests to the store about listed objects; subclasses override it."""
+        """Return a context for requests to the store about listed objects.
+
+        A mirror of a model (`RemoteModel`) overrides it: PositionMoved replaces CheckpointChanged there.
+        """
         return nullcontext()
 
     def _neighbours(self, name: str) -> Sequence[str]:
@@ -270,9 +278,9 @@ class Mirror:
 
     @contextmanager
     def _reading_ahead(self, names: Sequence[str]) -> Iterator[None]:
-        """Fetch files, while the block runs, that will probably be read next.
+        """Fetch these files, which will probably be read next, in threads while the block runs.
 
-        The end of the block waits for them. A failure is reported only when one is opened.
+        The end of the block waits for the threads. A failure is reported only when that file is opened.
         """
         if not names:
             yield
@@ -310,21 +318,23 @@ class Mirror:
         target: Path,
         advance: Callable[[int], None],
     ) -> None:
-        """Fetch pieces (start, stop, offset) of an object into an open file; none of them is kept here.
+        """Fetch pieces (start, stop, offset) of the object of the file `name` into another, open file.
 
-        `target` is that file's path, for errors; threads report the size of each part to `advance`.
-        CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be read,
-        DiskFull or PublishError if the file cannot be written.
+        The open file is `descriptor`, the offsets are in it, and `target` is its path, for errors. Nothing is
+        kept in the mirror. Threads call `advance` with the bytes of each part. CheckpointChanged if the
+        object was replaced or is gone, CheckpointError if the store cannot be read, DiskFull or PublishError
+        if the open file cannot be written.
         """
         with self._asking():
             self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
 
     def _list(self) -> Iterable[RemoteObject]:
-        """Return the objects below the URL.
+        """Return the objects to show for the URL: if it is a directory, all objects below it.
 
-        If there are none, those beside it with its prefix, or else neighbours. For a file whose URL means its
-        directory these are the directory's. At most 100 neighbours. Raises as
-        `exporter.storage.objects.asking`.
+        For a file whose name stands for its directory (`checkpoint`, `saved_model.pb`), all objects below the
+        directory. For another file or a prefix, the objects of its directory that begin with the prefix, or
+        if none does, the first 100 in the directory. CheckpointNotFound if the bucket does not exist,
+        StoreUnavailable if it cannot be listed, CheckpointError if a name there is not a path.
         """
         path = self._asked.path
         below = list(self._reader.below(path))
@@ -351,13 +361,14 @@ class Mirror:
 
 
 def local(path: Path) -> Path:
-    """Return the local path for an object store's URL, which is listed at the first call.
+    """Return the local path that stands for an object store's URL; any other path is returned unchanged.
 
-    Any other path is returned unchanged.
+    The first call for a URL lists the store; later calls return the same path without a request.
 
     Raises:
         UsageError: the URL is malformed, or the library that reads stores is not installed.
-        CheckpointError: the store cannot be read, or has more than 100,000 objects there.
+        CheckpointError: the store cannot be read, or has more than 100,000 objects there;
+            CheckpointNotFound if the bucket does not exist.
         DiskFull, PublishError: the local files cannot be made.
         OSError: the temporary directory for them cannot be made.
     """
@@ -379,7 +390,7 @@ def register(mirror: Mirror) -> None:
 
 
 def _directories(names: Iterable[str]) -> set[str]:
-    """Return the names of all directories that contain these files, without the root."""
+    """Return the names of all directories above files of these names, without the root."""
     found = set[str]()
     for name in names:
         directory = name.rpartition("/")[0]
@@ -390,12 +401,16 @@ def _directories(names: Iterable[str]) -> set[str]:
 
 
 def locked(path: Path) -> None:
-    """Lock the model at `path` in its store, too, if a person's decision is in progress there.
+    """Begin the decision of a person's command in the store of the model at `path`, which was just locked.
 
-    Does nothing for a path that is not in a mirror.
+    Does nothing unless the path is in a mirror that was opened for such a command (`RemoteModel`). It waits
+    for other decisions, at most 75 s.
 
     Raises:
-        PositionError: others had the lock for too long; see `Carrier.decide`.
+        ModelHeld: another person's decision takes longer than that.
+        PositionMoved: other publishers always replaced the head first, or published while it was read.
+        ManifestError, CheckpointError, PublishError: the head is damaged, or the store cannot be read or
+            written.
     """
     found = _find(path)
     if found is not None and found[0].on_lock is not None:
@@ -403,12 +418,15 @@ def locked(path: Path) -> None:
 
 
 def held(path: Path) -> None:
-    """Copy a hold that was just set at `path` to the model's store, if a decision is in progress there.
+    """Copy a hold that was just set at `path` to the model's store, during this process's decision there.
 
-    Does nothing for a path that is not in a mirror.
+    Does nothing without a decision, and for a path that is not in a mirror.
 
     Raises:
         PositionMoved: another machine published meanwhile.
+        ManifestError, CheckpointError, PublishError: the head or the tags are damaged, or the store cannot be
+            read or written.
+        OSError: a local file of a hold cannot be read.
     """
     found = _find(path)
     if found is not None and found[0].on_hold is not None:
@@ -421,10 +439,10 @@ def is_remote(path: Path) -> bool:
 
 
 def pinned(path: Path) -> tuple[Url, RemoteObject] | None:
-    """Return the URL and the object of a file; None for a local file, also one that was written in a mirror.
+    """Return the URL and the object of the file `path`; None for a local file, also one written in a mirror.
 
     Raises:
-        CheckpointChanged: it was listed, and no longer exists.
+        CheckpointChanged: the path is in a mirror, and the file does not exist.
     """
     if (found := _find(path)) is None:
         return None
@@ -436,10 +454,10 @@ def pinned(path: Path) -> tuple[Url, RemoteObject] | None:
 
 
 def stand_in(path: Path, url: Url, each: RemoteObject) -> bool:
-    """Make a new file `path` stand for an object at `url`.
+    """Make a new file `path` stand for the object `each` in the bucket of `url`, and return True.
 
-    Return False if it is not in a mirror of that bucket. PublishError, DiskFull or TargetNotWritable if the
-    file cannot be made.
+    False, without a file, if `path` is not in a mirror of that bucket. PublishError, DiskFull or
+    TargetNotWritable if the file cannot be made.
     """
     found = _find(path)
     if found is None or found[0].url.bucket != url.bucket:
@@ -497,15 +515,21 @@ def is_same_file(a: Path, b: Path) -> bool:
 
 
 def refresh(path: Path) -> None:
-    """List a mirror's objects again, as `Mirror.refresh`; does nothing for any other path."""
+    """List the objects of a mirror's URL again, as `Mirror.refresh`; does nothing for any other path.
+
+    CheckpointError or a subclass if the store cannot be listed, or has too many objects; DiskFull or
+    PublishError if a file cannot be made.
+    """
     if (found := _find(path)) is not None:
         found[0].refresh()
 
 
 def fetch(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-    """Fetch ranges (start, stop) of a mirror's file, or all of it; does nothing for any other path.
+    """Fetch ranges (start, stop) of a mirror's file, or all of it if None; does nothing for any other path.
 
-    Errors are those of `Mirror.fetch`.
+    Bytes that were fetched before are not fetched again. CheckpointChanged (PositionMoved in a `RemoteModel`)
+    if the object was replaced or is gone, CheckpointError if the store cannot be read, DiskFull or
+    PublishError if writing to the disk fails.
     """
     if (found := _find(path)) is not None:
         found[0].fetch(found[1], ranges)
@@ -514,7 +538,9 @@ def fetch(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> None:
 def fetch_below(directory: Path) -> None:
     """Fetch all files below a directory of a mirror, for TensorFlow itself to read.
 
-    Does nothing for a local directory. Errors are those of `Mirror.fetch`.
+    Does nothing for a local directory. CheckpointChanged (PositionMoved in a `RemoteModel`) if an object was
+    replaced or is gone, CheckpointError if the store cannot be read, DiskFull or PublishError if writing to
+    the disk fails.
     """
     if is_remote(directory):
         for path in directory.rglob("*"):
@@ -522,7 +548,10 @@ def fetch_below(directory: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Free the space of a mirror's file as `Mirror.forget`; does nothing for any other path."""
+    """Free the disk space of a mirror's file, as `Mirror.forget`; does nothing for any other path.
+
+    DiskFull or PublishError if the empty file cannot be made.
+    """
     if (found := _find(path)) is not None:
         found[0].forget(found[1])
 
@@ -539,12 +568,14 @@ def shown(text: str, write: Callable[[str], str] = str) -> str:
 
 
 def read(path: Path, pieces: Sequence[tuple[int, int, int]], buffer: memoryview) -> bool:
-    """Read pieces (start, stop, offset) of a file's object into `buffer` at their offsets; then True.
+    """Read pieces (start, stop, offset) of a file's object into `buffer` at their offsets, and return True.
 
-    False, without reading, if the local file has them, or the path is not in a mirror. Nothing is kept.
+    False, without reading, if the local file has them, or the path is not in a mirror. Nothing is kept on
+    disk.
 
     Raises:
-        CheckpointChanged, CheckpointError: as `Mirror.fetch`.
+        CheckpointChanged: the object was replaced or is gone; PositionMoved in a `RemoteModel`.
+        CheckpointError: the store cannot be read.
     """
 
     def put(offset: int, content: memoryview) -> None:
@@ -566,7 +597,10 @@ def copy_ranges(
 ) -> None:
     """Fetch pieces (start, stop, offset) of the object of `path` into the open file `descriptor`.
 
-    `path` must be in a mirror; `target`, `advance` and errors are as for `Mirror.copy`.
+    `path` must be in a mirror. `target` is the open file's path, for errors; threads call `advance` with the
+    bytes of each part. CheckpointChanged (PositionMoved in a `RemoteModel`) if the object was replaced or is
+    gone, CheckpointError if the store cannot be read, DiskFull or PublishError if the open file cannot be
+    written.
     """
     found = _find(path)
     assert found is not None, path
@@ -574,25 +608,28 @@ def copy_ranges(
 
 
 def checksum(path: Path, start: int, stop: int) -> int | None:
-    """Return the plain crc32c of a range of a file's object, of which nothing is kept.
+    """Return the plain crc32c of the bytes `start` to `stop` of a file's object; nothing is kept on disk.
 
     None if the local file has the range, or the path is not in a mirror.
 
     Raises:
-        CheckpointChanged, CheckpointError: as `Mirror.fetch`.
+        CheckpointChanged: the object was replaced or is gone; PositionMoved in a `RemoteModel`.
+        CheckpointError: the store cannot be read.
     """
     ranges = [(start, stop)]
     return _ask(path, ranges, lambda reader, each: reader.checksums(each, ranges)[0])
 
 
 def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
-    """Return a nameless temporary file with a range of a file's object, from offset 0; the caller closes it.
+    """Return a nameless temporary file with the bytes `start` to `stop` of a file's object, from offset 0.
 
-    None if the local file has the range, or the path is not in a mirror. The space is free when nothing has
-    the file open or mapped any more.
+    The caller closes it; its space is free when nothing has it open or mapped any more. None if the local
+    file has the range, or the path is not in a mirror.
 
     Raises:
-        CheckpointChanged, CheckpointError, DiskFull, PublishError: as `Mirror.fetch`.
+        CheckpointChanged: the object was replaced or is gone; PositionMoved in a `RemoteModel`.
+        CheckpointError: the store cannot be read.
+        DiskFull, PublishError: the temporary file cannot be written.
     """
 
     def take(reader: ObjectReader, each: RemoteObject) -> IO[bytes]:
@@ -656,7 +693,7 @@ class ReadAhead:
         self._kinds: dict[tuple[str, str], list[str]] = {}
 
     def show(self, names: Iterable[str]) -> None:
-        """Forget all names of files known until now, and know these instead."""
+        """Replace the names of all known files by these."""
         kinds = defaultdict(list)
         for name in sorted(names):
             kinds[_kind(name)].append(name)
@@ -665,11 +702,11 @@ class ReadAhead:
     def with_neighbours(
         self, name: str, is_there: Callable[[str], bool], is_wanted: Callable[[str], bool]
     ) -> list[str]:
-        """Return the files to fetch together with `name`: as many of its kind as were fetched just before it.
+        """Return the names of files to fetch together with `name`: as many as were fetched just before it.
 
-        Files of a kind have one name, in sibling directories. They are the next ones, or the previous ones if
-        the next were fetched, at most 15; empty if none were fetched beside it. `is_there` says of a file
-        whether it was fetched, `is_wanted` whether it should be.
+        All have one last part, in sibling directories. They are the next names in sorted order, or the
+        previous ones if the next were fetched already; at most 15. Empty if neither neighbour was fetched.
+        `is_there` tells of a name if its file was fetched, `is_wanted` if it may be fetched ahead.
         """
         files = self._kinds.get(_kind(name), [])
         at = bisect_left(files, name)
@@ -693,9 +730,10 @@ _LOCKED_SECONDS = 60.0  # the time within which a new directory gets its lock
 
 
 def private_directory() -> Path:
-    """Return a new directory that is removed when the process ends, or by a later one if it was killed.
+    """Return a new temporary directory that is removed when the process ends, or later if it was killed.
 
-    Removes directories that killed processes left. OSError if it cannot be made.
+    Directories of this kind that killed processes left are removed now. OSError if the directory cannot be
+    made.
     """
     new, owner = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}")), os.getpid()
     lock = os.open(new / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # open as long as we live

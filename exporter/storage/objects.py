@@ -99,8 +99,9 @@ class ObjectReader:
     def below(self, path: str, *, after: str | None = None) -> Iterator[RemoteObject]:
         """Yield all objects below the directory `path` ("": the bucket), in the store's order of keys.
 
-        With `after` only those whose keys sort after it. CheckpointError and subclasses as `asking`, during
-        the iteration.
+        With `after` only those whose keys sort after it. During the iteration: CheckpointNotFound if the
+        bucket does not exist, StoreUnavailable if it cannot be listed, CheckpointError if a name in it is not
+        a path.
         """
         import obstore
 
@@ -117,23 +118,26 @@ class ObjectReader:
     def contents(self, *, after: str | None = None) -> dict[str, RemoteObject]:
         """Return all objects below the URL, by their names below it; with `after` only names that sort later.
 
-        Empty if there are none. CheckpointError and subclasses as `asking`.
+        Empty if there are none. CheckpointNotFound if the bucket does not exist, StoreUnavailable if it
+        cannot be listed, CheckpointError if a name in it is not a path.
         """
         base = self.url.key("")
         found = self.below(self.url.path, after=after and base + after)
         return {each.key.removeprefix(base): each for each in found}
 
     def beside(self, path: str) -> list[RemoteObject]:
-        """Return the objects directly in the directory `path` ("": the bucket).
+        """Return the objects directly in the directory `path` ("": the bucket), in the store's order of keys.
 
-        CheckpointError and subclasses as `asking`.
+        CheckpointNotFound if the bucket does not exist, StoreUnavailable if it cannot be listed,
+        CheckpointError if a name in it is not a path.
         """
         return [_object(each) for each in self._level(path)["objects"]]
 
     def directories(self, path: str) -> list[str]:
         """Return the paths of the directories directly in a directory, without slashes at their ends.
 
-        Raises as `asking`: CheckpointError and subclasses if the store cannot be read.
+        `path` and the result are relative to the bucket. CheckpointNotFound if the bucket does not exist,
+        StoreUnavailable if it cannot be listed, CheckpointError if a name in it is not a path.
         """
         return [*self._level(path)["common_prefixes"]]
 
@@ -146,7 +150,7 @@ class ObjectReader:
     def look(self, key: str) -> RemoteObject | None:
         """Return the present object of a key; None if there is none.
 
-        CheckpointError and subclasses as `asking`.
+        StoreUnavailable if the store cannot be read, CheckpointError if the key is not a path.
         """
         import obstore
 
@@ -159,8 +163,8 @@ class ObjectReader:
     def read(self, found: RemoteObject, start: int, stop: int) -> memoryview:
         """Return bytes `start` to `stop` (excluded) of a listed object; empty, without a request, for none.
 
-        CheckpointChanged if the object was replaced or vanished; otherwise CheckpointError and subclasses as
-        `asking`. An object without a tag is not known to be replaced.
+        CheckpointChanged if the object was replaced or vanished, StoreUnavailable if the store cannot be
+        read. The replacement of an object without a tag is not noticed.
         """
         import obstore
 
@@ -186,11 +190,12 @@ class ObjectReader:
         advance: Callable[[int], None] | None = None,
         note: Callable[[int, memoryview], None] | None = None,
     ) -> None:
-        """Fetch pieces (start, stop, offset) of a listed object into an open file, in parallel.
+        """Fetch pieces (start, stop, offset) of a listed object into the open file `descriptor`, in parallel.
 
-        `target` is that file's path, for errors. Threads report each part's size to `advance`, and its offset
-        and bytes to `note`. CheckpointChanged if the object was replaced or vanished, otherwise as `asking`;
-        DiskFull or PublishError if the file cannot be written.
+        `target` is that file's path, for errors. Once a part is written, a thread calls `note`, if given,
+        with its offset in the file and its bytes, and `advance`, if given, with its size. CheckpointChanged
+        if the object was replaced or vanished, StoreUnavailable if the store cannot be read; DiskFull or
+        PublishError if the file cannot be written.
         """
 
         def write(offset: int, content: memoryview) -> None:
@@ -211,10 +216,11 @@ class ObjectReader:
         pieces: Iterable[tuple[int, int, int]],
         use: Callable[[int, memoryview], None],
     ) -> None:
-        """Fetch pieces (start, stop, offset) of a listed object.
+        """Fetch pieces (start, stop, offset) of a listed object, and call `use` with each part of them.
 
-        Call `use` with each part's offset and bytes. Several threads call it, in any order. CheckpointChanged
-        if the object was replaced or vanished; otherwise as `asking`; errors of `use` pass.
+        `use` gets the part's offset and bytes: of a piece of more than 8 MiB there are several parts. Several
+        threads call it, in any order. CheckpointChanged if the object was replaced or vanished,
+        StoreUnavailable if the store cannot be read; errors of `use` pass.
         """
 
         def take(request: Request) -> None:
@@ -231,9 +237,10 @@ class ObjectReader:
                 task.result()
 
     def checksums(self, found: RemoteObject, ranges: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the plain crc32c of each range (start, stop) of an object, in their order; nothing is kept.
+        """Return the plain crc32c of each range (start, stop) of a listed object, in the order of `ranges`.
 
-        Errors are those of `ObjectReader.read`.
+        The bytes are not kept. CheckpointChanged if the object was replaced or vanished, StoreUnavailable if
+        the store cannot be read.
         """
         import numpy as np
 
@@ -268,8 +275,9 @@ class ObjectWriter(ObjectReader):
     def upload(self, key: str, file: Path, note: Callable[[int, memoryview], None] | None = None) -> str:
         """Put a file under a key, replacing an existing object; return its tag, "" if the store gives none.
 
-        `note` gets each part's offset and bytes when it is sent. PublishError if the store refuses it, or the
-        file does not exist.
+        `note`, if given, is called with the offset and bytes of each part before it is sent. PublishError if
+        the store refuses it, or the file does not exist or may not be read; OSError for another failure to
+        read the file.
         """
         import obstore
 
@@ -283,10 +291,11 @@ class ObjectWriter(ObjectReader):
             return awaited(lambda: obstore.put(self._patient, key, sent, **how))["e_tag"] or ""
 
     def duplicate(self, found: RemoteObject, key: str) -> None:
-        """Have the store copy an object to another key, replacing one there.
+        """Have the store copy the listed object `found` to the key `key`, replacing an object there.
 
-        CheckpointChanged if the source was replaced meanwhile; the copy stays then. PublishError if the store
-        refuses it, CheckpointError or a subclass if the source cannot be looked at afterwards.
+        The source is looked at again afterwards: CheckpointChanged if it was replaced or is gone, and the
+        copy stays then; StoreUnavailable if the store cannot be read. PublishError if the store refuses to
+        copy, also if the source did not exist.
         """
         import obstore
 
@@ -297,9 +306,9 @@ class ObjectWriter(ObjectReader):
             raise CheckpointChanged(f"{self._named(found.key)} was replaced after it was written")
 
     def copy_if_there(self, source: str, key: str) -> bool:
-        """Have the store copy an object to another key, replacing one there.
+        """Have the store copy the object with the key `source` to `key`, replacing an object there.
 
-        Return False if the source does not exist. PublishError if the store refuses it.
+        Return True; False if the source does not exist. PublishError if the store refuses it.
         """
         import obstore
 
@@ -311,13 +320,16 @@ class ObjectWriter(ObjectReader):
         return True
 
     def create(self, key: str, content: bytes) -> Tag | None:
-        """Put a new object and return its tag; None if the key exists. PublishError if it is refused."""
+        """Put a new object with this content and return its tag; None, without a change, if the key exists.
+
+        PublishError if the store refuses it.
+        """
         return self._put(key, content, "create")
 
     def replace(self, key: str, content: bytes, tag: Tag) -> Tag | None:
-        """Replace the object that has this tag, and return the new tag.
+        """Replace the object that has this key and tag by this content, and return the new tag.
 
-        None if another object is there, or none. PublishError if the store refuses it.
+        None, without a change, if the key has another object, or none. PublishError if the store refuses it.
         """
         told = {"e_tag": tag.e_tag, "version": tag.version}
         return self._put(key, content, {name: value for name, value in told.items() if value is not None})
@@ -340,10 +352,9 @@ class ObjectWriter(ObjectReader):
         self._put(key, content, "overwrite")
 
     def fetch(self, key: str, limit: int) -> tuple[bytes, Tag] | None:
-        """Return the bytes of a small object, and its tag; None if there is none.
+        """Return the bytes of the object of a key, and its tag; None if there is none.
 
-        CheckpointError if it has more than `limit` bytes; otherwise CheckpointError and subclasses as
-        `asking`.
+        CheckpointError if it has more than `limit` bytes, StoreUnavailable if the store cannot be read.
         """
         import obstore
 
@@ -450,8 +461,8 @@ def require_conditions(store: ObjectWriter, path: str) -> None:
     Writes an object `.probe-*` in the directory `path` of the bucket, and removes it.
 
     Raises:
-        PublishError: it ignores them, or objects cannot be written or removed.
-        CheckpointError: the probe cannot be read.
+        PublishError: it ignores conditions, or the object cannot be written or removed.
+        CheckpointError: the object cannot be read.
     """
     # publishers on several machines rely on conditional writes to keep out of each other's way
     key = f"{path}/.probe-{os.urandom(8).hex()}"
@@ -487,9 +498,10 @@ def _ignored_condition(store: ObjectWriter, key: str) -> str:
 
 
 def _tag_of(store: ObjectWriter, key: str, content: bytes) -> Tag | None:
-    """Return the tag of an object that only this process writes, if it has this content: an answer was lost.
+    """Return the tag of an object that only this process writes, if it has this content.
 
-    None if it has another content, or does not exist. CheckpointError if it cannot be read.
+    It has if the store did write it, and only the answer was lost. None if it has another content, or does
+    not exist. CheckpointError if it has more bytes than `content`, or cannot be read.
     """
     found = store.fetch(key, len(content))
     return found[1] if found is not None and found[0] == content else None
@@ -535,8 +547,8 @@ class BrokenOff(Exception):
 def again(ask: Callable[[], T]) -> T:
     """Return the answer of `ask`; if it breaks off, `ask` is called again after 0.1, 0.5 and 2 s.
 
-    Other errors are raised at once, as is the last one: obstore's exceptions, `BrokenOff`; GivenUp once the
-    answer is not wanted any more.
+    Not after 60 s in total: then, as after the last call, the error is raised, `BrokenOff` or obstore's. Any
+    other exception of `ask` is raised at once; GivenUp once the answer is not wanted any more.
     """
     from obstore.exceptions import GenericError
 
@@ -556,9 +568,10 @@ def again(ask: Callable[[], T]) -> T:
 def asking(url: Url, key: str | None = None) -> Iterator[None]:
     """Raise named errors for a store's answers to reads inside the block.
 
-    CheckpointNotFound if the bucket does not exist and `key` is None, CheckpointChanged if the object `key`
-    vanished or was replaced, CheckpointError for a name that is not a path, otherwise StoreUnavailable. All
-    are CheckpointErrors. `key` is the key of the object that is read, None for a list of several.
+    `key` is the key of the object that is read, None if the bucket of `url` is listed. CheckpointNotFound if
+    the bucket does not exist and `key` is None, CheckpointChanged if the object `key` vanished or was
+    replaced, CheckpointError for a name that is not a path, otherwise StoreUnavailable. All are
+    CheckpointErrors. Until the block ends, `Calls` counts it as a call in progress.
     """
     from obstore import exceptions
 
@@ -658,9 +671,9 @@ def _status_or_kind(error: Exception) -> str:
 
 @contextmanager
 def writing_to(url: Url, key: str) -> Iterator[None]:
-    """Raise PublishError for a store's answers to writes inside the block.
+    """Raise PublishError for a store's answers to writes of the object `key` inside the block.
 
-    Its cause is the error of `asking`.
+    It has the cause and the hint of the error that `asking` would raise.
     """
     try:
         with asking(url, key):
@@ -704,7 +717,10 @@ def variables(scheme: str) -> list[str]:
 
 
 def missing_credentials(scheme: str, said: str) -> str:
-    """Return a clause that says why a store got no credentials; "" if the text `said` is of another error."""
+    """Return a clause that says why there are no credentials for a store of this scheme (s3, gs, az).
+
+    `said` is the text of an error of obstore; "" if that is another error.
+    """
     if "bulk delete" in said:  # also a POST, but to the store itself
         return ""
     container = os.environ.get("AWS_CONTAINER_CREDENTIALS_FULL_URI") or "http://169.254.170.2/"

@@ -51,24 +51,25 @@ class Directory(Protocol):
         """
 
     def put_new(self, name: str, path: Path) -> None:
-        """Make a file of `scratch` an object, unless one of this name exists.
+        """Make a file of `scratch` the object of this name, or do nothing if such an object exists.
 
-        PublishError if it cannot be written.
+        The file stays. PublishError or a subclass if the object cannot be written.
         """
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small object, replacing an existing one; PublishError or a subclass if that fails."""
 
     def read(self, name: str) -> bytes | None:
-        """Return the bytes of a small object; None if it does not exist.
+        """Return the bytes of an object of at most 16 MiB; None if it does not exist.
 
-        CheckpointError or PublishError, or a subclass, if it cannot be read.
+        CheckpointError or PublishError, or a subclass, if it is larger or cannot be read.
         """
 
     def look(self, name: str) -> tuple[int, str] | None:
         """Return the size in bytes and the tag of an object; None if it does not exist.
 
-        CheckpointError or PublishError, or a subclass, if the directory cannot be read.
+        The tag is "" if a store gives none. CheckpointError or PublishError, or a subclass, if the directory
+        cannot be read.
         """
 
     def names(self, below: str) -> list[str]:
@@ -79,10 +80,11 @@ class Directory(Protocol):
         """
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
-        """Make the object of this size in bytes and tag appear at the new local path `path`.
+        """Make the object of this name, with this size in bytes and tag, readable at the new path `path`.
 
-        It is a link, or fetched, now or when it is read. PublishError or a subclass if it cannot be made,
-        CheckpointError if it cannot be fetched.
+        The new file is a link to the object's file; or it has the object's bytes, which are fetched at once
+        or, if it only stands for the object (`is_stood_for`), when it is read. PublishError or a subclass if
+        the file cannot be made, CheckpointError if the object cannot be fetched.
         """
 
     def as_local(self) -> Path:
@@ -93,14 +95,14 @@ class Directory(Protocol):
         """
 
     def remove(self) -> None:
-        """Remove everything in it, as far as possible.
+        """Remove everything in the directory: a local one as far as possible, without an error.
 
-        Errors of a store are raised: CheckpointError, PublishError.
+        Of a store, CheckpointError or PublishError if the objects cannot be listed or removed.
         """
 
 
 def open_directory(place: str) -> Directory:
-    """Return the directory at a path or URL; nothing is made or listed yet.
+    """Return the directory at `place`, a path or a URL; nothing is made or listed yet.
 
     Raises:
         UsageError: the URL is malformed, or the library that reads stores is not installed.
@@ -232,9 +234,9 @@ class _StoreDirectory:
 
 @contextmanager
 def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Make an empty file, open to read and write; yield its descriptor and path.
+    """Make an empty file in `directory`, open to read and write; yield its descriptor and path.
 
-    It is closed at the end, and removed unless it was moved.
+    The file is closed at the end of the block, and removed unless it was moved.
 
     Raises:
         TargetNotWritable, DiskFull, PublishError: it cannot be made.
