@@ -417,7 +417,7 @@ def tag(
     reason: str | None = None,
     dry_run: bool = False,
 ) -> Tagging:
-    """Give a position of a model a name, a tag, by which all functions accept it; return the change.
+    """Set a tag of a model, a name by which all functions accept a position, and return the change.
 
     Retention keeps the files that a tagged position needs. An existing tag of this name moves. `position` is
     a number or a name, as for `rollback`; where versions take no deltas, it is a version's number. `reason`
@@ -461,7 +461,7 @@ def untag(model: StrPath, name: str, *, dry_run: bool = False) -> Tagging:
 
 @given.named_misfit
 def tags(model: StrPath) -> tuple[ListedTag, ...]:
-    """Return a model's tags, sorted by name: name, position, who set it, when and why; whether it is gone.
+    """Return a model's tags, sorted by name: name, position, who set it, when and why, and if it is gone.
 
     `model` is a model base path, or its URL. A tag is gone if its position cannot be restored any more.
 
@@ -699,7 +699,7 @@ def doctor(
 
 @given.named_misfit
 def open_checkpoint(path: StrPath) -> Catalog:
-    """Return the catalog of the checkpoint at a path or URL; in a directory, of the newest complete one.
+    """Return the catalog of a checkpoint by its path or URL; a directory means its newest complete one.
 
     Raises:
         UsageError: `path` is neither a path nor a URL.

@@ -123,7 +123,7 @@ class TensorRef(Struct, frozen=True):
 
     @property
     def bytes_(self) -> int:
-        """Bytes on disk, without missing slices; outside a bundle, the bytes that it would take in one.
+        """Bytes on disk, without missing slices; of a tensor outside a bundle, its bytes in a bundle.
 
         Outside a bundle 0 for strings, and TypeError for a type that the installed ml-dtypes lacks.
         """
@@ -170,12 +170,12 @@ class Catalog(Struct, frozen=True):
 
     @property
     def is_bundle(self) -> bool:
-        """True if all tensors are stored in a tensor bundle; False if one must first be written into one."""
+        """True if all tensors are stored in a tensor bundle; False if a bundle has to be written first."""
         return all(ref.content is None for ref in self.tensors.values())
 
     @property
     def bytes_(self) -> int:
-        """Sum of the tensors' `bytes_`: on disk, or outside a bundle the bytes that one would have.
+        """Sum of the tensors' `bytes_`: on disk, or if they are not in a bundle, as in a bundle.
 
         Raises TypeError for a tensor outside a bundle whose type the installed ml-dtypes lacks.
         """

@@ -90,7 +90,7 @@ def to_install(extra: str) -> str:
 
 
 def nearest(word: str, names: Iterable[str], alike: float = 0.6) -> str:
-    """Return the one of `names` that is most similar to an unknown word; "" if none is similar.
+    """Return the name in `names` that is most similar to an unknown word; "" if none is similar.
 
     `alike` is the least similarity, from 0 to 1, as difflib measures it.
     """
@@ -163,7 +163,7 @@ class ExportError(Exception):
         return [*cause, f"hint:  {self.hint}"]
 
     def advise(self, hint: str) -> None:
-        """Set the error's hint, unless it has one that is not its class's default; "" changes nothing."""
+        """Set the error's hint if it still is the default of its class; an empty hint changes nothing."""
         if hint and self.hint == self.default_hint:
             self.hint = hint
 
@@ -609,7 +609,7 @@ def unreachable(exc: OSError) -> ExportError:
 
 
 def is_unread(error: BaseException | None) -> bool:
-    """True if an error, or one that caused it, leaves a file's content unknown, so that it may be undamaged.
+    """True if an error, or its cause, leaves a file's content unknown: the file may be undamaged.
 
     The system refused to read something that is there (no permission, EIO), or an object store did not
     answer. False for a file that is missing, or that is not a regular file: that is damage. False for None.

@@ -192,7 +192,9 @@ def number(name: str, given: Any, example: str) -> float:
 
 
 def require_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse names in `given` that are not arguments of a function, `known`; `function` is its name.
+    """Refuse names in `given` that are not among a function's arguments, `known`.
+
+    `function` is the function's name, for the error.
 
     Raises:
         UsageError: there is one; the hint has the nearest name.
@@ -219,10 +221,11 @@ IN_COMMAND: ContextVar[bool] = ContextVar("IN_COMMAND", default=False)
 
 
 def named_misfit(function: CallT) -> CallT:
-    """Wrap a function: a call that does not fit its signature raises UsageError, with the arguments it has.
+    """Wrap a function: a call that does not fit its signature raises UsageError, not TypeError.
 
-    Old names of arguments are accepted, with a DeprecationWarning. Texts of the function's own ExportErrors
-    name its arguments as in Python, not as options, unless a command calls it.
+    The error lists the arguments. Old names of arguments are accepted, with a DeprecationWarning. Texts of
+    the function's own ExportErrors name its arguments as in Python, not as options, unless a command calls
+    it.
     """
 
     @wraps(function)

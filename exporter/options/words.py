@@ -40,9 +40,9 @@ class Part(Struct, frozen=True):
 
 
 def wrong_word(words: Collection[str], name: str, text: str) -> UsageError:
-    """Return the error for a text that is not one of an option's words; its hint has the nearest, or all.
+    """Return the error for a text that is not one of an option's words, with the nearest word as its hint.
 
-    `name` is the option's, for the message.
+    The hint has all words if none is near. `name` is the option's, for the message.
     """
     heads = {_head(word): word for word in words}
     close = heads.get(given.nearest_name(_head(text), heads))

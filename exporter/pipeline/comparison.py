@@ -235,7 +235,7 @@ class ServedKeys(Struct, frozen=True, eq=False):
         return self.table.row_values.dtype
 
     def values(self, places: Array) -> Array:
-        """Read the rows of the keys with these indices in `keys`, in their order and in the served dtype.
+        """Read the rows of the keys at `places`, indices of `keys`, in this order and in the served dtype.
 
         Raises CheckpointError if a file is gone or cannot be read; checksums are not verified again.
         """
@@ -597,7 +597,7 @@ def _lookups(side: ComparedState) -> dict[str, dict[str, ServedVariable]]:
 
 
 def _as_compared(variable: RowReader) -> ServedVariable:
-    """Return the variable as one to compare by rows, or whole if its rows cannot be read one by one."""
+    """Return the form in which to compare a variable: by rows, or whole if rows cannot be read one by one."""
     by_rows = variable.is_row_addressable and math.prod(variable.shape) > 0
     kind = ChangeKind.TABLE if by_rows else ChangeKind.DENSE
     return ServedVariable(variable.name, variable.dtype, variable.shape, kind)

@@ -415,7 +415,7 @@ class _Readers:
         return cls(path.lstat())
 
     def lost_by(self, other: _Readers) -> str:
-        """Return the users that may read this, but not `other`: "others", else "group", or "" for none."""
+        """Return the users of this file that may not read the file of `other`: "others", "group", or ""."""
         if self.others and not other.others:
             return "others"
         group = other.others or (other.group and other.gid == self.gid)
@@ -747,7 +747,7 @@ def tags(found: Sequence[ListedTag], model: Path) -> Iterator[Finding]:
 
 
 def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
-    """Yield a finding if servers on this machine do not map the tables that the newest version has for that.
+    """Yield a finding if servers on this machine do not map the newest version's mapped tables.
 
     Also if they map tables on a network file system, where they may crash. `ckpt_dir` is named in the
     command, None if it is not known. Raises ManifestError if the newest version's manifest cannot be read or

@@ -349,7 +349,7 @@ def _require_mappable(request: ExportRequest) -> None:
 
 
 def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
-    """Refuse a graph that cannot take deltas as asked, or that must be run or imported here and may not be.
+    """Refuse a graph that cannot take deltas, or may not be run or imported here, if the request needs that.
 
     Raises:
         NotServable: deltas are asked for, and the model has state or operations of another library.
@@ -478,7 +478,7 @@ def _digest(planned: Plan) -> str:
 
 
 def _graph(graph: InferenceGraph) -> str:
-    """Return a digest (hex) of a graph; names that change from run to run do not change it."""
+    """Return a digest (hex) of a graph, which is independent of names that differ between runs."""
     graph_def = graph.meta_graph.graph_def
     shared = (node.attr[_SHARED].s for node in graph_def.node if _SHARED in node.attr)
     if graph_def.library.function or any(map(_UUID.search, shared)):

@@ -435,7 +435,7 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
-    """Publish the planned delta, and write caches for the next one, as of rows that it leaves out or rounds.
+    """Publish the planned delta, and write caches for the next delta beside the log.
 
     `published` in the result is None if there is nothing to publish. A hold does not prevent a delta: servers
     stop before it.

@@ -418,14 +418,18 @@ def rollback(
 def repeat(model: Path, to: int, made: DeltaOrigin, held: HeldBy | None) -> Path | None:
     """Publish the values of position `to` as a copy's next delta, as its store did; return the delta's path.
 
-    `made` is a rollback or a resumption, `held` the store's hold after it, None without one: the copy is held
-    by it from then on, at the new position. The copy's own hold stays beside it. Nobody else reads the delta,
-    so no key has to sign it. None if no delta leads back to these values.
+    None if no delta leads back to these values: nothing is done then. `made` is a rollback or a resumption,
+    `held` the store's hold after it, None without a hold: the copy is held by it from then on, at the new
+    position. The copy's own hold stays beside it. Nobody else reads the delta, so no key has to sign it.
 
     Raises:
+        NotUpdatable: nothing is published in the copy.
+        UsageError: of a rollback, `to` is the copy's newest position.
         ModelHeld: a canary of the copy rejected the values.
         PositionUnknown, OverlayFull, NotFinite: the values are gone, or servers would refuse them.
-        TargetBusy, VerificationError, CheckpointError, PublishError: as `rollback`.
+        PositionError: other subclasses: deltas are missing, or no later position is left.
+        TargetBusy: another process had the model's lock for too long.
+        VerificationError, CheckpointError, PublishError: see errors.py; the copy's hold is as it was.
     """
     from exporter.pipeline.restoration import Restoration, Restored
 

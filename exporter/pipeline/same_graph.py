@@ -297,7 +297,7 @@ def _other_vocabularies(log: DeltaLog, graph_def: Proto) -> list[str]:
 
 
 def _completed(asked: GraphRequest, options: Mapping[str, Any], scratch: Path) -> GraphRequest:
-    """Return the request with the base's `options` where it gives none.
+    """Return the request `asked`, completed by the base's options that it does not give itself.
 
     The base's signatures are written to a file in `scratch`, which the result names; OSError if it cannot be
     written.

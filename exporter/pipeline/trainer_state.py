@@ -217,7 +217,7 @@ class _Opened(Struct, frozen=True):
     archive: Identity | None = None
 
     def is_newest(self, ckpt_dir: Path) -> bool:
-        """True if it is an archive with unchanged files, and still the newest checkpoint of `ckpt_dir`.
+        """True if the checkpoint is an archive with unchanged files, and still the newest of `ckpt_dir`.
 
         Raises CheckpointNotFound if the directory has none. False for a bundle.
         """
@@ -229,7 +229,7 @@ _ARCHIVES: dict[Path, _Opened] = {}
 
 
 def _open(ckpt_dir: Path, digests: FileDigests) -> _Opened:
-    """Read the newest checkpoint of a directory, or the one named; an unchanged archive is not read again.
+    """Read a directory's newest checkpoint, or the checkpoint that a path names; no unchanged archive again.
 
     `digests` of an archive's files are used and updated; an archive is remembered for this process. Raises
     CheckpointError and subclasses if there is no checkpoint, or it cannot be read.

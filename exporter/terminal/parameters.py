@@ -108,7 +108,7 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
 
 
 def variable_of(context: Any, parameter: Any) -> str | None:
-    """Return the environment variable from which an option has its value; None if it has it from elsewhere.
+    """Return the environment variable that gave an option its value; None if the value has another source.
 
     `context` and `parameter` are Click's.
     """

@@ -27,7 +27,7 @@ _UNKNOWN_COMMAND = re.compile(r"No such command (.*?)\.(?: Did you mean .*)?", r
 def wrong_use(
     error: Any, command: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
 ) -> UsageError:
-    """Return the UsageError for a command line that Click refused with `error`; its hint proposes another.
+    """Return the UsageError for a command line that Click refused with `error`; its hint corrects the line.
 
     `command` is the program's root, `program` its name, `arguments` were typed after it. `takes` are the
     options, or the command, for words typed in place of a command, in their order: such a word is probably a
