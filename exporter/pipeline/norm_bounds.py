@@ -17,10 +17,9 @@ import numpy as np
 from exporter.delta.format import ServedVariable
 from exporter.delta.row_reader import RowReader
 from exporter.delta.tolerance import row_norms
-from exporter.errors import LfsPointer
 from exporter.options import NormRule
 from exporter.publish.delta_log import DeltaLog
-from exporter.storage.files import read_regular, replace_file
+from exporter.storage.files import read_record, replace_file
 from exporter.storage.layout import NORMS_FILE
 from exporter.wire.int8_codes import values_of
 
@@ -65,8 +64,8 @@ def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collectio
     """
     path, key = log.path / NORMS_FILE, f"{log.lineage}-{log.base.at.position}"
     known: dict[str, float] = {}
-    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError, LfsPointer):
-        found = json.loads(read_regular(path, _MAX_BYTES))
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        found = json.loads(read_record(path, _MAX_BYTES))
         known = {str(name): float(bound) for name, bound in found.get(key, {}).items()}
     missing = [variable for variable in tables if not known.get(variable.name, 0.0) > 0]
     if missing:

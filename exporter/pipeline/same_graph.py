@@ -23,7 +23,6 @@ from exporter.errors import (
     CheckpointError,
     ExportError,
     GraphError,
-    LfsPointer,
     PublishError,
     SchemaChanged,
     UsageError,
@@ -33,7 +32,7 @@ from exporter.graph.source_graph import GraphRequest
 from exporter.graph.sources import changed_libraries
 from exporter.options import ExportRequest, Verify
 from exporter.publish.delta_log import DeltaLog
-from exporter.storage.files import FileDigests, make_directories, read_regular, replace_file
+from exporter.storage.files import FileDigests, make_directories, read_record, replace_file
 from exporter.storage.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
 from exporter.storage.local_paths import quoted
 from exporter.wire.protos import Proto
@@ -60,8 +59,8 @@ class SourceFiles(Struct):
     @classmethod
     def read(cls, log: Path) -> SourceFiles:
         """Read the record beside a log, by its directory; empty if there is none, or it is damaged."""
-        with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError, LfsPointer):
-            found = json.loads(read_regular(log / SOURCES_FILE, _MAX_BYTES))
+        with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
+            found = json.loads(read_record(log / SOURCES_FILE, _MAX_BYTES))
             places = {str(name): Path(str(path)) for name, path in found["places"].items()}
             digests, archives = (FileDigests.from_json(found.get(key, {})) for key in ("digests", "archives"))
             code = found.get("code", {})

@@ -40,7 +40,7 @@ from msgspec.structs import asdict, replace
 
 from exporter.errors import ManifestError, PublishError
 from exporter.storage import mirror
-from exporter.storage.files import make_directories, read_regular, sync, write_durably, writing
+from exporter.storage.files import make_directories, read_record, sync, write_durably, writing
 from exporter.storage.layout import HOLD_DOCUMENT_FILE, HOLD_FILE
 from exporter.wire.json_documents import Count, DocumentError, Moment, Text, decode, in_utc
 
@@ -293,7 +293,7 @@ class Hold(Struct, frozen=True):
         Of a document in a store only the store's own hold is used: anybody may have written the rest.
         """
         try:
-            found = _document_in(read_regular(self._document, LONGEST_DOCUMENT))
+            found = _document_in(read_record(self._document, LONGEST_DOCUMENT))
         except (OSError, DocumentError):
             return None
         if not mirror.is_remote(self.directory):
@@ -326,7 +326,7 @@ class Hold(Struct, frozen=True):
     def content(self) -> bytes | None:
         """Return the bytes of the file `hold`; b"" if it cannot be read, None without a hold."""
         try:
-            return read_regular(self.path, LONGEST_HOLD)
+            return read_record(self.path, LONGEST_HOLD)
         except OSError:
             return b"" if self.is_set else None
 

@@ -15,10 +15,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from exporter.errors import LfsPointer
 from exporter.options import ExportRequest, arguments, declared
 from exporter.options.old_names import renew_arguments
-from exporter.storage.files import read_regular, replace_file
+from exporter.storage.files import read_record, replace_file
 from exporter.storage.layout import MADE_BY_FILE
 from exporter.storage.local_paths import quoted
 from exporter.storage.mirror import shown
@@ -55,10 +54,10 @@ def _kept(model: str | Path) -> _Kept | None:
     malformed.
     """
     place = _place(model)
-    with suppress(OSError, RuntimeError, msgspec.DecodeError, LfsPointer):
+    with suppress(OSError, RuntimeError, msgspec.DecodeError):
         if place.lstat().st_uid != os.getuid():
             return None  # never propose a command that another user wrote
-        return msgspec.json.decode(read_regular(place, _LONGEST_BYTES), type=_Kept)
+        return msgspec.json.decode(read_record(place, _LONGEST_BYTES), type=_Kept)
     return None
 
 

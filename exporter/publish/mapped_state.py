@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from exporter.publish.manifest import MappedRecord
-from exporter.storage.files import below, close_quietly, open_regular, read_regular
+from exporter.storage.files import below, close_quietly, open_regular, read_record
 from exporter.storage.layout import MAPPED_ID_FILE, VARIABLES_DIRECTORY
 from exporter.storage.memory import available_bytes
 
@@ -31,7 +31,7 @@ def why_restored(record: MappedRecord) -> str:
     directory = Path(record.directory)
     path = directory / MAPPED_ID_FILE
     try:
-        if read_regular(path, _LONGEST_ID) != record.id.encode():
+        if read_record(path, _LONGEST_ID) != record.id.encode():
             return f"{path} is that of another version"
         for table in record.tables:
             path = below(directory / VARIABLES_DIRECTORY, table.file, "the manifest:")

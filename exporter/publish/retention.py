@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from exporter.delta.format import log_name
 from exporter.delta.spans import expendable
-from exporter.errors import ManifestError, PositionMoved
+from exporter.errors import CheckpointError, ManifestError, PositionMoved
 from exporter.options import ExportRequest
 from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas
 from exporter.publish.manifest import BaseEntry
@@ -78,7 +78,7 @@ def retire(versions: Iterable[VersionDir], *, keep: Keep, now: float, grace_seco
 
     Raises:
         ManifestError: the tags cannot be read, so that nothing is removed.
-        CheckpointError: a manifest or the tags cannot be fetched; some versions may be renamed already.
+        CheckpointError: the tags cannot be fetched, so that nothing is removed.
     """
     ours = sorted((child for child in versions if child.has_manifest), key=lambda child: child.version)
     removed, kept, trash = [], [], []
@@ -118,7 +118,7 @@ def _periodic(ours: Sequence[VersionDir], keep: Keep) -> set[int]:
     for child in ours:
         try:
             created = read_head(child.path).created
-        except ManifestError:
+        except (ManifestError, CheckpointError):
             spared.add(child.version)
             continue
         for form, newest in periods.items():
@@ -278,21 +278,20 @@ def _created(delta: LogDelta) -> float:
     """The publication time of a delta, in seconds since 1970; infinity (as if new) if it is unknown."""
     try:
         return delta.manifest.created.timestamp()
-    except (ManifestError, PositionMoved):
+    except (ManifestError, PositionMoved, CheckpointError):
         return float("inf")
 
 
 def _in_grace(successor: VersionDir, now: float, grace_seconds: float) -> str:
     """The reason to keep the version before `successor` for now; empty if it need not be kept.
 
-    It is superseded by the publication of `successor`. `now` is in seconds since 1970. CheckpointError if the
-    manifest of `successor` cannot be fetched.
+    It is superseded by the publication of `successor`. `now` is in seconds since 1970.
     """
     if grace_seconds <= 0:
         return ""
     try:
         age = now - read_head(successor.path).created.timestamp()
-    except ManifestError as exc:
+    except (ManifestError, CheckpointError) as exc:
         return f"when it was superseded is unknown: {exc.message}"
     return "" if age >= grace_seconds else f"it was superseded less than {grace_seconds:g} s ago"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import ManifestError
-from exporter.storage.files import read_regular, replace_file, writing
+from exporter.storage.files import read_record, replace_file, writing
 from exporter.storage.layout import FETCHED_FILE
 from exporter.terminal.progress import count, human_bytes
 from exporter.wire.json_documents import DocumentError, decode, encode
@@ -71,11 +71,10 @@ def noted(model: Path) -> Spared | None:
 
     Raises:
         ManifestError: the note is damaged, or cannot be read.
-        LfsPointer: the note is a pointer of Git LFS.
     """
     path = model / FETCHED_FILE
     try:
-        found: Spared = decode(read_regular(path, _LONGEST), Spared, FETCHED_FILE, written=encode)
+        found: Spared = decode(read_record(path, _LONGEST), Spared, FETCHED_FILE, written=encode)
         return found
     except FileNotFoundError:
         return None

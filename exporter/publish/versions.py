@@ -36,7 +36,7 @@ from exporter.storage.files import (
     close_quietly,
     nearest,
     open_regular,
-    read_regular,
+    read_record,
     still_at,
     try_lock,
 )
@@ -339,7 +339,7 @@ _MOST_TAKEN_BYTES = 64 << 20
 
 def _taken_paths(model: Path) -> list[str]:
     try:
-        return read_regular(model / TAKEN_FILE, _MOST_TAKEN_BYTES).decode(errors="replace").splitlines()
+        return read_record(model / TAKEN_FILE, _MOST_TAKEN_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
 
@@ -548,11 +548,10 @@ def pinned_identity(model: Path) -> str | None:
 
     Raises:
         NotTrusted: the file cannot be read, or does not hold an identity.
-        LfsPointer: the file is a pointer of Git LFS.
     """
     path, cause = model / IDENTITY_FILE, "it is no identity"
     try:
-        found = read_regular(path, _LONGEST_IDENTITY).decode("ascii", "replace").strip()
+        found = read_record(path, _LONGEST_IDENTITY).decode("ascii", "replace").strip()
         if re.fullmatch(r"[0-9a-f]{16,64}", found):
             return found
     except (FileNotFoundError, NotADirectoryError):

@@ -251,6 +251,21 @@ def read_regular(path: Path, limit: int) -> bytes:
         return _within(path, file, limit)
 
 
+def read_record(path: Path, limit: int) -> bytes:
+    """Return all bytes of a small file that this project writes for itself, of at most `limit` bytes.
+
+    A pointer of Git LFS in its place is a file that cannot be read.
+
+    Raises:
+        OSError: as `read_regular`; EINVAL for a pointer of Git LFS.
+        CheckpointError, DiskFull, PublishError: as `read_regular`.
+    """
+    try:
+        return read_regular(path, limit)
+    except LfsPointer:
+        raise OSError(errno.EINVAL, "it is a pointer of Git LFS", os.fspath(path)) from None
+
+
 def read_given(path: Path, limit: int) -> bytes:
     """Return all bytes of a file that a person named: regular, or a pipe, as a shell's <(command) makes.
 

@@ -40,7 +40,7 @@ from exporter.errors import ManifestError
 from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import Manifest
 from exporter.publish.tags import LONGEST_TAGS
-from exporter.storage.files import read_regular, replace_file, writing
+from exporter.storage.files import read_record, replace_file, writing
 from exporter.storage.layout import (
     DELTAS_DIRECTORY,
     HEAD_FILE,
@@ -255,7 +255,7 @@ def recall(model: Path, url: Url) -> Known | None:
 def _heads(model: Path) -> dict[str, Known]:
     path = model / PUSHED_FILE
     try:
-        found: dict[str, Known] = _decoded(read_regular(path, _LONGEST), dict[str, Known], PUSHED_FILE)
+        found: dict[str, Known] = _decoded(read_record(path, _LONGEST), dict[str, Known], PUSHED_FILE)
     except OSError:
         return {}  # the publications themselves are enough, as long as they exist
     except DocumentError as error:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from google.protobuf.message import DecodeError
 from msgspec import UNSET, Struct, UnsetType, field
 from msgspec.structs import replace
 from numpy.typing import NDArray
@@ -173,7 +174,7 @@ def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
             raise ValueError("two requests have the same name")
         for request in named:
             _check(request)
-    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise UsageError(
             f"the golden requests in {path} cannot be used",
             cause=str(error),
@@ -207,7 +208,7 @@ def _signatures(version: Path) -> Mapping[str, Proto]:
     try:
         content = read_regular(version / SAVED_MODEL_FILE, _LONGEST_MODEL)
         saved_model = message_class("SavedModel").FromString(content)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DecodeError) as error:
         raise UsageError(
             f"{version} has no signatures to compare golden requests with", cause=str(error)
         ) from error

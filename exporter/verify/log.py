@@ -15,6 +15,7 @@ from exporter.errors import (
     CorruptFile,
     DeltaGap,
     DiskFull,
+    EngineFailed,
     ExportError,
     ManifestError,
     MissingShard,
@@ -57,9 +58,9 @@ class Damage(Struct, frozen=True):
 def _problem(path: Path, error: ExportError | OSError) -> Damage:
     """Return the damage that an error shows, of the version, delta or hold at `path`.
 
-    Raises the error itself if it shows no damage: CheckpointChanged, PositionMoved or DiskFull.
+    Raises the error itself if it shows no damage: CheckpointChanged, PositionMoved, DiskFull or EngineFailed.
     """
-    if isinstance(error, CheckpointChanged | PositionMoved | DiskFull):
+    if isinstance(error, CheckpointChanged | PositionMoved | DiskFull | EngineFailed):
         raise error
     if isinstance(error, OSError):
         error = unreachable(error)

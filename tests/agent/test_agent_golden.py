@@ -126,6 +126,7 @@ WRONG_FILES: dict[str, tuple[str, str]] = {
     "no requests": ('{"requests": []}', "no requests"),
     "an unknown field": ('{"requests": [{"instance": [1]}]}', "instance"),
     "neither form": ('{"requests": [{"name": "a"}]}', "either 'instances' or 'inputs'"),
+    "endless lists": ('{"requests": [{"instances": ' + "[" * 100_000, "recursion"),
     "both forms": ('{"requests": [{"instances": [1], "inputs": [1]}]}', "either 'instances' or 'inputs'"),
 }
 WRONG_EXPECTATIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -192,6 +193,9 @@ def test_requests_are_compared_with_the_signatures_of_what_is_published(model: M
         with pytest.raises(UsageError, match="does not fit") as caught:
             check_signatures(read_golden(written(tmp_path, wrong)), model.version)
         assert message in caught.value.cause
+    with pytest.raises(UsageError, match="no signatures"):
+        check_signatures((), tmp_path)
+    (tmp_path / "saved_model.pb").write_bytes(b"\xff" * 9)
     with pytest.raises(UsageError, match="no signatures"):
         check_signatures((), tmp_path)
 

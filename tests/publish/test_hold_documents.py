@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.errors import PublishError
+from exporter.errors import ManifestError, PublishError
 from exporter.pipeline import log_maintenance
 from exporter.publish.approval import approve
 from exporter.publish.delta_log import read_log
@@ -38,6 +38,9 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(origin: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(origin, tmp_path / "model"))
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
 
 
 def hold_of(model: Path) -> Hold:
@@ -253,3 +256,12 @@ def test_who_publishes_over_a_hold_is_told_whose_it_is(model: Path) -> None:
     refused = export_model("merge", model, "--rebase", "--json")
     assert (refused.code, refused.error["error"]) == (5, "ModelHeld")
     assert REASON in refused.error["cause"]
+
+
+def test_a_hold_that_is_a_pointer_of_git_lfs_binds_as_any_that_cannot_be_read(model: Path) -> None:
+    (model / "hold").write_bytes(LFS_POINTER)
+    (model / "hold.json").write_bytes(LFS_POINTER)
+    hold = Hold(model)
+    assert (hold.for_servers, hold.is_canary, hold.content()) == (-1, False, b"")
+    with pytest.raises(ManifestError, match="expected a position"):
+        hold.read()

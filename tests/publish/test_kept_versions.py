@@ -73,3 +73,15 @@ def version(directory: Path, created: datetime | None) -> None:
 def test_options_of_periods_go_with_keep(tmp_path: Path) -> None:
     ran = export_model("--ckpt-dir", "t", "--out", tmp_path / "m", "--keep", "daily=7")
     assert (ran.code, "add --keep N, or leave out --keep daily" in ran.err) == (2, True)
+
+
+def test_a_version_stays_if_the_next_ones_manifest_is_a_pointer_of_git_lfs(tmp_path: Path) -> None:
+    """It was known to no caller which versions had gone before the error."""
+    for number in (1, 2, 3):
+        version(tmp_path / str(number), datetime(2026, 3, number, tzinfo=timezone.utc))
+    (tmp_path / "2/manifest.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    done = retire(version_dirs(tmp_path), keep=Keep(1), now=2e9, grace_seconds=1)
+    assert done.removed == (2,)
+    ((kept, why),) = [(each.version, each.reason) for each in done.kept]
+    assert kept == 1
+    assert "when it was superseded is unknown" in why
