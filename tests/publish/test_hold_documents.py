@@ -262,6 +262,8 @@ def test_a_hold_that_is_a_pointer_of_git_lfs_binds_as_any_that_cannot_be_read(mo
     (model / "hold").write_bytes(LFS_POINTER)
     (model / "hold.json").write_bytes(LFS_POINTER)
     hold = Hold(model)
-    assert (hold.for_servers, hold.is_canary, hold.content()) == (-1, False, b"")
+    held = hold.for_servers()
+    assert held is not None
+    assert (held.position, hold.is_canary, hold.content()) == (-1, False, b"")
     with pytest.raises(ManifestError, match="expected a position"):
         hold.read()
