@@ -18,11 +18,10 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from exporter.errors import UsageError
 from exporter.late_names import tf
 from exporter.tables.geometry import TableGeometry
+from exporter.tables.given import default_rows, known_combiner, row_dtype
 from exporter.tables.lookup import DEFAULTS, PART, TABLE, TableLookups, add_rows
 from exporter.tables.parts import PARTS
 from exporter.wire import protos, tensor_proto
@@ -37,9 +36,10 @@ def dynamic_embedding(
     An absent id reads `default`: a number, a row, or an array [d, dim], of which id k reads row `k mod d`.
     With a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension of the ids are combined, as
     in `tf.nn.embedding_lookup_sparse`; in a dense tensor every id counts. With None they are not combined.
-    Raises UsageError if `default` has another shape, KeyError for an unknown `dtype`.
+    Raises UsageError if `default` has another shape, or for an unknown `dtype` or `combiner`.
     """
-    return _layer(DynamicTable(name, dim, dtype, default), combiner, name.replace("/", "_"))
+    table = DynamicTable(name, dim, dtype, default)
+    return _layer(table, known_combiner(name, combiner), name.replace("/", "_"))
 
 
 class ServedEmbedding:
@@ -49,14 +49,15 @@ class ServedEmbedding:
     def from_config(cls, config: Mapping[str, Any]) -> Any:
         """Return the layer of `dynamic_embedding` that the config of a `trainable_embedding` describes.
 
-        Raises ValueError if a field is missing, UsageError if the default does not fit `dim`.
+        Raises ValueError if a field is missing, UsageError if the default does not fit `dim`, or for an
+        unknown dtype or combiner.
         """
         missing = {"table", "dim", "dtype", "default", "combiner", "name"} - config.keys()
         if missing:
             raise ValueError(f"a trainable_embedding's config has no {', '.join(sorted(missing))}")
         dtype = _keras().dtype_policies.get(config["dtype"]).variable_dtype
         table = DynamicTable(config["table"], config["dim"], dtype, config["default"])
-        return _layer(table, config["combiner"], config["name"])
+        return _layer(table, known_combiner(table.name, config["combiner"]), config["name"])
 
 
 def _layer(table: DynamicTable, combiner: str | None, name: str) -> Any:
@@ -103,12 +104,13 @@ class DynamicTable(TableLookups):
     """A table of rows of `dim` numbers, looked up by any 64-bit integers; in a graph, for inference.
 
     `name` is the table's name in the checkpoint. A key that it does not hold reads `default`: a number, a
-    row, or an array [d, dim], of which key k reads row `k mod d`.
+    row, or an array [d, dim], of which key k reads row `k mod d`. UsageError if it has another shape, or if
+    `dtype` is not the name of a float.
     """
 
     def __init__(self, name: str, dim: int, dtype: str = "float32", default: Any = 0.0) -> None:
-        self.name, self.dim, self.dtype = name, dim, DType.of(str(dtype))
-        self._defaults = _default_rows(default, dim, self.dtype, name)
+        self.name, self.dim, self.dtype = name, dim, row_dtype(name, dtype)
+        self._defaults = default_rows(name, default, dim, self.dtype)
         self._made: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
     @property
@@ -192,22 +194,6 @@ def _captured(tensor: Tensor) -> Tensor:
     # Importing nodes captures nothing by itself.
     graph = tf.compat.v1.get_default_graph()
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
-
-
-def _default_rows(default: Any, dim: int, dtype: DType, name: str) -> Array:
-    """Return the default rows, an array [d, dim] of `dtype`, for a number, a row, or several rows.
-
-    Raises UsageError for another shape or an empty array, ValueError or TypeError for something else than
-    numbers; `name` is the table that the error names.
-    """
-    given = np.asarray(default, np.float64)
-    if given.ndim > 2 or (given.ndim and given.shape[-1] != dim) or not given.size:
-        raise UsageError(
-            f"dynamic table {name!r}: default of shape {list(given.shape)}",
-            cause=f"expected a number, a row of {dim} numbers, or several rows",
-        )
-    rows = given if given.ndim == 2 else np.broadcast_to(given, (1, dim))
-    return np.ascontiguousarray(rows.astype(dtype.numpy))
 
 
 def _tensor(array: Array) -> Any:

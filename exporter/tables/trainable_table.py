@@ -26,6 +26,7 @@ from typing import Any
 from exporter.checkpoint.embedding_variables import KEYS, ROWS, VALUES, name_in_object
 from exporter.errors import UsageError
 from exporter.late_names import tf
+from exporter.tables.given import default_rows, known_combiner, row_dtype
 from exporter.tables.key_index import KeyIndex
 from exporter.tables.lookup import TableLookups
 from exporter.wire.dtypes import DType
@@ -67,9 +68,9 @@ class TrainableTable(TableLookups):
         v1 = tf.compat.v1
         if name in v1.get_collection(COLLECTION):
             raise UsageError(f"dynamic table {name!r} is made twice in one graph", hint="share one")
-        self.name, self.dim, self.capacity, self.dtype = name, dim, capacity, DType.of(dtype)
+        self.name, self.dim, self.capacity, self.dtype = name, dim, capacity, row_dtype(name, dtype)
         initializer = initializer or tf.keras.initializers.TruncatedNormal(stddev=0.05)
-        self._start = initializer([capacity, dim], tf.as_dtype(dtype))
+        self._start = initializer([capacity, dim], tf.as_dtype(self.dtype.label))
         self._graph = v1.get_default_graph()
         self.values = self._variable("rows", lambda: self._start, v1.GraphKeys.TRAINABLE_VARIABLES)
         saved = self._graph.get_collection_ref(v1.GraphKeys.SAVEABLE_OBJECTS)
@@ -303,9 +304,12 @@ def trainable_embedding(
     absent ids read `default` outside of training. In the exported model `dynamic_embedding` of the same name
     replaces the layer; with a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension are
     combined, as in `tf.nn.embedding_lookup_sparse`; with None they are not. `layer.remove(keys, optimizer)`
-    removes keys. The layer raises UsageError when it is built under a strategy of several replicas or of
-    parameter servers, or with a `capacity` below 1.
+    removes keys. Raises UsageError for an unknown `combiner` or a `default` that is not a number; the layer,
+    when it is built under a strategy of several replicas or of parameter servers, or with a `capacity` below
+    1.
     """
+    default_rows(name, default, dim, DType.FLOAT)
+    known_combiner(name, combiner)
     return trainable_embedding_class()(
         table=name,
         dim=dim,
