@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from exporter.checkpoint.embedding_variables import VALUE_DTYPES
+from exporter.checkpoint.recommenders_addons import VALUE_DTYPES
 from exporter.errors import UsageError, nearest
 from exporter.wire.dtypes import Array, DType
 
