@@ -215,8 +215,7 @@ def plan_incremental(
 
     Raises:
         NotUpdatable: nothing is published that takes deltas.
-        SchemaChanged, MappingError: the checkpoint, or the rules of the request, do not fit the published
-            base.
+        SchemaChanged: the checkpoint, or the rules of the request, do not fit the published base.
         ModelHeld: in place of NotUpdatable and SchemaChanged, if the newest publication is a rollback that
             holds the model, and the hold is not overridden.
         PositionError, VersionExists: there is no next position.
@@ -241,7 +240,7 @@ def _plan(
     The other arguments are as for `plan_incremental`.
 
     Raises:
-        SchemaChanged, MappingError: the checkpoint, or the rules of the request, do not fit the base.
+        SchemaChanged: the checkpoint, or the rules of the request, do not fit the base.
         PositionError, VersionExists: there is no next position.
         UsageError, CheckpointError, GraphError, ManifestError, TensorFlowNeeded: see errors.py.
         OSError: a file of the graph cannot be read.
@@ -326,7 +325,8 @@ def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | Non
     """Return the rows that earlier deltas left out; None if there are none, or every row must be compared.
 
     Every row must be compared if the record of the rows is lost, or if they were left out only by a bound
-    (`--delta-budget change=X`) that is lower now. `now` is in seconds since 1970.
+    (`--delta-budget change=X`) that is lower now. `now` is in seconds since 1970. OSError if the operating
+    system refuses to read the record.
     """
     left_out = log.trained.left_out
     if left_out is None:

@@ -436,8 +436,9 @@ class _ByDelta(_Way):
         """Raise OverlayFull if the restored rows do not fit into the overlays of mapped tables in servers.
 
         Rows that changed before the base may come back. Nothing is read unless the base maps tables: the hold
-        must not wait. If it does, raises CheckpointError or VerificationError if a delta is damaged,
-        PositionUnknown or DeltaGap if deltas are missing.
+        must not wait. Raises, if the base maps tables, CheckpointError or VerificationError if a delta is
+        damaged, PositionUnknown, DeltaGap or another PositionError if deltas are missing or do not connect,
+        VersionExists or PositionError if no next position is left.
         """
         overlaid = OverlaidRows.of(self.log)
         for delta in self._since(restoration) if overlaid.room else ():

@@ -218,9 +218,13 @@ def _source_files(
     """Return the record of the requested graph's files, and the differences of a finished graph, as texts.
 
     A finished graph is a file or directory, not a builder; of a builder, and of the base's own graph, the
-    list is []. A file that the operating system refuses to read is a difference, too. Raises BuilderError if
-    a named file or module does not exist, CheckpointError or CodeRefused if a model's archive is damaged or
-    needs code, TensorFlowNeeded if it cannot be read without.
+    list is []. A file that the operating system refuses to read is a difference, too.
+
+    Raises:
+        UsageError: the graph's file does not exist.
+        BuilderError: the builder does not exist, or cannot be parsed.
+        CheckpointError, CodeRefused: a model's archive is damaged, or needs code.
+        TensorFlowNeeded: the graph cannot be read without TensorFlow, which is not installed.
     """
     try:
         digest = origin.finished_graph(asked, before.digests)

@@ -182,6 +182,7 @@ def read_trainer(
     Raises:
         CheckpointError: the checkpoint, an increment or its manifest is missing, damaged or changing.
         SchemaChanged: the checkpoint does not fit the mapping of the published base.
+        UsageError: the checkpoint has no object at the path that the base records.
         OSError: the index of an increment of DeepRec cannot be read.
     """
     found = _open(ckpt_dir, FileDigests() if digests is None else digests)
