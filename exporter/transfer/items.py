@@ -134,10 +134,11 @@ class Item(Struct, frozen=True):
 
 
 class StoredModel(Struct, frozen=True):
-    """A model in a store: its objects except those of jobs, its manifests, and the files of its holds and
-    tags.
+    """A model as it is listed in a store, with the content of its files of holds and tags.
 
-    `objects` and `holds` are by key below the model, `manifests` by the path of the version or delta.
+    `objects` are all objects except those of jobs, by key below the model, and `holds` the bytes of the files
+    of holds and tags, by key, too. `manifests` are the objects of manifests, by the path of the version or
+    delta.
     """
 
     objects: dict[str, RemoteObject]
@@ -146,7 +147,10 @@ class StoredModel(Struct, frozen=True):
 
 
 class StoredItems(StoredModel, frozen=True):
-    """A model in a store with its decoded manifests; `untrusted` has those that no trusted key has signed."""
+    """A model in a store with its decoded manifests, `items`, by the path of the version or delta.
+
+    `untrusted` has, by path, the reason why a manifest is not among `items`: no trusted key has signed it.
+    """
 
     items: dict[str, Item]
     untrusted: dict[str, NotTrusted] = field(default_factory=dict)
@@ -186,9 +190,9 @@ def local_paths(model: Path) -> dict[str, Path]:
 
 
 def path_of(name: str) -> str | None:
-    """The path of the version or delta that an object belongs to, given the object's key below the model.
+    """Return the path of the version or delta that an object belongs to; None if it belongs to none.
 
-    None for the keys of other objects.
+    `name` is the object's key below the model.
     """
     found = _ITEM.fullmatch(name)
     return None if found is None else found[1]
@@ -222,9 +226,10 @@ def _read_local(file: Path) -> tuple[Manifest, bytes]:
 
 
 def local_holds(model: Path, *, has_tags: bool = True) -> dict[str, bytes]:
-    """The content of the files of holds (numbers and their documents) and tags, by path below the model.
+    """Return the content of a model's files of holds and tags, by path below the model; empty without any.
 
-    A document without a number is left out. Content beyond the length that such a file may have is cut off.
+    The files of a hold are its number (`hold`) and its document (`hold.json`); a document without a number is
+    left out. Content beyond the length that such a file may have is cut off.
 
     Raises:
         ManifestError: the tags cannot be read; never without `has_tags`, which leaves them out.
@@ -251,7 +256,7 @@ def _longest(name: str) -> int:
 def looking_again(work: Callable[[], T]) -> T:
     """Return the result of `work`, which lists a model in a store and reads it; repeat it if objects vanish.
 
-    After `_LOOKS` attempts, the CheckpointChanged of the last one is raised; other errors at once.
+    The third CheckpointChanged of `work` is raised, any other error of it at once.
     """
     for _ in range(_LOOKS - 1):
         with suppress(CheckpointChanged):
@@ -260,11 +265,14 @@ def looking_again(work: Callable[[], T]) -> T:
 
 
 def stored_model(store: ObjectReader) -> StoredModel:
-    """Return the model in a store, by the names of its objects; its holds and tags are read, no manifest is.
+    """Return the model at the URL of `store`, listed now; its holds and tags are read, no manifest is.
+
+    All is empty if nothing is published there.
 
     Raises:
         UsageError: the URL is a version, or inside another model.
-        CheckpointError: the store cannot be read; CheckpointChanged if objects vanished again and again.
+        CheckpointError: the store cannot be read; CheckpointChanged if objects vanished during three
+            attempts.
     """
     return looking_again(lambda: _stored_model(store))
 
@@ -302,17 +310,18 @@ def stored_items(
     look: Callable[[], StoredModel] | None = None,
     trust: Trust | None = None,
 ) -> StoredItems:
-    """The versions and deltas in a store, with their manifests; `look` replaces the listing, for a publisher.
+    """Return the model in a store with the manifests of its versions and deltas.
 
-    Manifests that are `ours` (local items by path), or were `known` before, are not read. With `trust`, only
-    those that one of its keys has signed are items; of the others nothing else is read, and they are in
-    `untrusted`.
+    A manifest that equals a local one in `ours` (by path), or was listed in `known` (None: none was), is not
+    read again. With `trust`, only publications that one of its keys has signed are in `items`, all others in
+    `untrusted`; None accepts all. `look` returns the listing to read; None lists the store now.
 
     Raises:
         ManifestError: a manifest is damaged, or one version has two numbers.
-        CheckpointChanged: objects vanished again and again.
-        UsageError: the URL is not that of a model, or a file of keys cannot be read.
-        CheckpointError: the store cannot be read; errors of `look` as they are.
+        CheckpointChanged: objects vanished during three attempts.
+        UsageError: the URL is a version or inside another model, or a file of keys cannot be read.
+        CheckpointError: the store cannot be read.
+        ExportError: any other error of `look`.
     """
     return looking_again(
         lambda: _with_items(store, look() if look else _stored_model(store), ours, known, trust)
@@ -320,11 +329,10 @@ def stored_items(
 
 
 def forged(model: StoredItems) -> dict[str, NotTrusted]:
-    """The publications that servers would accept although no trusted key has signed them, with the reasons.
+    """Return the untrusted publications of a model that servers might accept, by path, with the reasons.
 
-    By path, the newest first. These are all that are unsigned after the first version that a trusted key has
-    signed: before that version, signing had not begun. Without such a version, they are all that are
-    unsigned.
+    The newest comes first. They are those after the first version that a trusted key has signed: before that
+    version, signing had not begun. Without such a version, all untrusted publications are returned.
     """
     first = min((int(path) for path, item in model.items.items() if not item.is_delta), default=-1)
     return {
@@ -374,10 +382,10 @@ def _with_items(
 
 
 def is_certainly(each: RemoteObject, item: Item | None) -> bool:
-    """True if an object certainly is the manifest of an item, without reading it; False if that is unknown.
+    """True if an object certainly is the manifest of `item`, without reading it; False if that is unknown.
 
-    In most stores the tag of a small object is the MD5 of its bytes. In the other stores it never equals it
-    by chance. False also without an item.
+    In most stores the tag of a small object is the MD5 of its bytes; in all others no tag equals an MD5 by
+    chance. False if `item` is None.
     """
     if item is None or each.size != len(item.content):
         return False
@@ -385,7 +393,9 @@ def is_certainly(each: RemoteObject, item: Item | None) -> bool:
 
 
 def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
-    """The bytes of a manifest in a store; `path` is the publication's below the model, `each` the object.
+    """Return the bytes of a manifest in a store; `path` is the publication's below the model.
+
+    `each` is the manifest's object as listed.
 
     Raises:
         ManifestError: it is too long.
@@ -397,7 +407,9 @@ def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
 
 
 def item_of(path: str, content: bytes, where: str) -> Item:
-    """The publication at `path` below a model that a manifest's bytes describe; errors call it `where`.
+    """Return the publication at `path` below a model, whose manifest has these bytes (`content`).
+
+    Errors call it `where`.
 
     Raises:
         ManifestError: the manifest cannot be decoded, or does not belong to this path.
@@ -429,7 +441,10 @@ def _without_copies(items: Iterable[Item], where: object) -> list[Item]:
 
 
 def files_of(model: StoredModel, item: Item) -> dict[str, RemoteObject] | None:
-    """An item's objects by the files' paths in it; None if one is missing or has another size than listed."""
+    """Return the objects of an item in a store, by the paths of its files; None if the item is incomplete.
+
+    It is if an object is missing, or has another size than the item's manifest says.
+    """
     found = {file.path: model.objects.get(f"{item.path}/{file.path}") for file in item.manifest.files}
     sizes = {file.path: file.bytes_ for file in item.manifest.files}
     whole = {path: each for path, each in found.items() if each is not None and each.size == sizes[path]}
@@ -440,9 +455,9 @@ def require_sound(item: Item, path: Path) -> None:
     """Read all files of the publication in the directory `path`, and compare them with its manifest.
 
     Raises:
-        VerificationError: a file differs.
-        CheckpointError: a file cannot be read, or its index is damaged.
-        OSError: a file cannot be read by the operating system.
+        VerificationError: a file differs or is missing.
+        CheckpointError: the index is damaged, or a file stands for an object that cannot be fetched.
+        OSError: the operating system cannot read a file.
     """
     passage = Passage(item, path)
     passage.check_files()
@@ -451,7 +466,7 @@ def require_sound(item: Item, path: Path) -> None:
 
 
 class Passage:
-    """Checks of a publication that is copied out of a local directory, or into it: `path`."""
+    """The checks of a publication while it is copied out of the local directory `path`, or into it."""
 
     def __init__(self, item: Item, path: Path) -> None:
         self._item, self._path = item, path
@@ -466,10 +481,11 @@ class Passage:
         return sorted(self._item.manifest.files, key=lambda file: file.crc32c is None)
 
     def noting(self, file: FileEntry) -> Callable[[int, memoryview], None]:
-        """Return a function that checksums blocks of a file, given by offset and bytes.
+        """Return a function that computes checksums of blocks of a file, called with their offset and bytes.
 
-        It may be called in any order and from several threads. The check methods use the checksums. For a
-        data shard the index is read first: VerificationError or CheckpointError if that is damaged.
+        It may be called in any order and from several threads. The check methods then need not read these
+        bytes again. For a data shard this method reads the index, if it exists: VerificationError or
+        CheckpointError if the index is damaged, OSError if it cannot be read.
         """
         path = self._path / file.path
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())
@@ -506,10 +522,12 @@ class Passage:
             verify_digests(self._path, files, anew=True, runner=runner)
 
     def check_values(self, shards: Iterable[FileEntry] | None = None, runner: Runner | None = None) -> None:
-        """Compare the stored values with the index, or only those of the data shards `shards`.
+        """Compare the stored values of all data shards, or only of `shards`, with the index.
 
-        Tasks of `runner`, if given, read them. Nothing is compared if there is no index. VerificationError or
-        CheckpointError if a value differs, EngineFailed if the engine of `runner` fails.
+        Values that `noting` or `compare` has seen are not read again, except strings. Tasks of `runner` read
+        the others; None runs them in this process. Nothing is compared if there is no index.
+        VerificationError if a value or the index differs, CheckpointError if the index is damaged or a shard
+        is missing, OSError if a file cannot be read, EngineFailed if the engine of `runner` fails.
         """
         if self._index is not None:
             wanted = self.files if shards is None else shards
@@ -518,10 +536,10 @@ class Passage:
             verify_bytes(catalog, runner=runner or LOCAL, passed=self._passed, shards=named)
 
     def compare(self, files: Sequence[FileEntry], runner: Runner | None = None) -> None:
-        """Read files that were not copied through `noting`, and compare their bytes with the manifest.
+        """Read files whose bytes `noting` has not seen, and compare their bytes with the manifest.
 
-        If some are data shards, all other files must be there, too. What was compared is not read again.
-        Tasks of `runner` read shards, and what is signed.
+        If some are data shards, all other files must be there, too. The later checks do not read these files
+        again. Tasks of `runner` read shards and signed files; None reads them in this process.
 
         Raises:
             VerificationError, CheckpointError: one differs.
@@ -536,12 +554,12 @@ class Passage:
         self._compared.update(files)
 
     def content(self, file: FileEntry) -> object:
-        """A value that only files with the same bytes share, by the manifest; None if that says too little.
+        """Return a value that two files share only if they have the same bytes, without reading the file.
 
-        It is the signed SHA-256; else size and checksum or, of a data shard, the checksums of all its values.
-        Bytes of a shard outside of any value have no checksum: then the whole index has to be the same, too.
-        None, too, for an unsigned shard while its index is not there. VerificationError or CheckpointError if
-        the index is damaged, OSError if it cannot be read.
+        It is the SHA-256 of a signed file; else size and checksum or, of a data shard, the checksums of all
+        its values. Bytes of a shard outside of any value have no checksum: then the value includes that of
+        the whole index. None for an unsigned shard that holds no value, or whose index does not exist yet.
+        VerificationError or CheckpointError if the index is damaged, OSError if it cannot be read.
         """
         if file.sha256 is not None:
             return file.sha256
@@ -566,9 +584,9 @@ class Passage:
 
     @property
     def _index(self) -> Path | None:
-        """The path of the index, compared with the manifest before it is parsed; None until it exists.
+        """The path of the index, which is compared with the manifest each time; None until it exists.
 
-        VerificationError if it differs.
+        VerificationError if it differs, OSError or CheckpointError if it cannot be read.
         """
         path = index_path(self._prefix)
         named = [file for file in self._item.manifest.files if self._path / file.path == path]
@@ -586,9 +604,10 @@ class Passage:
 
     @cached_property
     def _contents(self) -> Mapping[Path, tuple[tuple[int, int, int], ...]]:
-        """Offset, size and checksum of each stored run of bytes, by the shard's path; no shard need be there.
+        """Offset, size and checksum of each stored run of bytes, by the shard's path; no shard need exist.
 
-        Empty without an index; VerificationError or CheckpointError if it is damaged.
+        Empty without an index. VerificationError or CheckpointError if the index is damaged, OSError if it
+        cannot be read.
         """
         index = self._index
         if index is None:

@@ -162,10 +162,11 @@ if TYPE_CHECKING:
 def superseded(
     model: Path, here: Mapping[str, Item], stored: Collection[str], *, is_current: bool
 ) -> list[Item]:
-    """The items of a copy, `here` by path, that the store no longer has and that can be removed, by position.
+    """Return the items of a copy that the store no longer has and that can be removed, by `Item.order`.
 
-    `stored` are the paths of the store's publications. `is_current`: all of these are here. OSError if a
-    manifest here cannot be looked at.
+    `here` has the items of the copy at `model`, by path; `stored` are the paths of the store's publications,
+    and `is_current` tells that all of them are here. An item can be removed if servers do not need it: see
+    the module's docstring. OSError if a manifest in the copy cannot be looked at.
     """
     gone = sorted((item for path, item in here.items() if path not in stored), key=lambda item: item.order)
     if not gone:
@@ -184,9 +185,9 @@ def superseded(
 
 
 def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
-    """Return the items that no hold keeps from servers, and that have been here for `GRACE_SECONDS`.
+    """Return the items of `model` that no hold keeps from servers and that are older than `GRACE_SECONDS`.
 
-    OSError if a manifest cannot be looked at.
+    The age is that of the manifest's file; the order is kept. OSError if a manifest cannot be looked at.
     """
     holds: dict[Path, int | None] = {}
     latest, found = time.time() - GRACE_SECONDS, []
@@ -226,9 +227,10 @@ _AHEAD = 8
 
 
 class Seen(Struct, frozen=True):
-    """A listing of a store: its head, what was listed after that, and the monotonic time (s) of the listing.
+    """A listing of a store: its head and tag (None without one), and then the model, `stored`.
 
-    `at` is None if not everything was visible yet that the head mentions.
+    `at` is the monotonic time (s) of the listing; None if the listing lacked something that the head
+    mentions, or if there was no listing.
     """
 
     head: tuple[Head, Tag] | None = None
@@ -236,21 +238,22 @@ class Seen(Struct, frozen=True):
     at: float | None = None
 
     def is_current(self, head: tuple[Head, Tag] | None, now: float) -> bool:
-        """Return True if `head` is still the one of this listing, and the listing is less than 10 s old.
+        """Return True if `head` is still the head of this listing, and the listing is less than 10 s old.
 
-        `now` is a monotonic time in seconds. False if not everything was visible yet that the head mentions.
+        `now` is a monotonic time in seconds. False if the listing lacked something that the head mentions.
         """
         return head == self.head and self.at is not None and now - self.at < _LIST_SECONDS
 
 
 class Pulled(Struct, frozen=True):
-    """The result of a pull: paths below the model, the number of bytes fetched, and the local model's
-    position.
+    """The result of a pull: paths below the model, the number of bytes fetched, and the copy's position.
 
-    `incomplete` have a manifest in the store, but not yet all their files; `waiting` are those that servers
+    `position` is the greatest in the copy; None if it is empty. `incomplete` are the publications that
+    were not fetched because one of them lacks files in the store. `waiting` are publications that servers
     could not load after what this copy took back by itself (`exporter.transfer.taken_back`), and `way_on` is
     the shell command after which the copy gets past them: empty if nothing waits, or if only the store's next
-    publications help. `repeated` is the restoration published here because the store's did not fit.
+    publications help. `repeated` is the path of the rollback or resumption that was published here because
+    the store's could not be fetched; empty without one.
     """
 
     fetched: tuple[str, ...]
@@ -280,9 +283,17 @@ def pull(
     trust: Trust | None = None,
     workers: int = 0,
 ) -> Pulled:
-    """Update the local model at `model` from the store at `url` once.
+    """Update the local model at `model` from the store at `url` once; return what was fetched and removed.
 
-    Parameters, result and errors are those of `LocalCopy` and its `update`.
+    `prune` also removes what the store no longer has; with `trust`, only publications that one of its keys
+    has signed are accepted. `workers` threads merge bases, 0: one a processor. `progress` makes the bars for
+    bytes fetched.
+
+    Raises:
+        UsageError: the URL is not that of a model in a store, or `model` cannot be a copy.
+        CheckpointNotFound, PositionMoved, ForeignLineage, PublicationDamaged, NotTrusted, TargetBusy: as
+            `LocalCopy.update`.
+        ExportError, OSError: the store cannot be read, or the copy cannot be read or written.
     """
     return LocalCopy(url, model, prune=prune, trust=trust, workers=workers).update(progress)
 
@@ -291,13 +302,14 @@ class LocalCopy:
     """A local model that is updated from a store, as often as its owner wants.
 
     Connections, credentials from a cloud, and manifests are kept between updates. After a failure the store
-    is opened again, because files of credentials may have been replaced. With `trust`, only publications that
-    one of its keys has signed are accepted; the files of keys are read again at each update. With
-    `holds_new_logs`, for a canary, a log that is not here yet is held at its first base before servers see
-    it: so they start where the canary judges first. `workers` threads merge bases, 0: one a processor.
+    is opened again, because files of credentials may have been replaced. With `prune`, an update also removes
+    what the store no longer has. With `trust`, only publications that one of its keys has signed are
+    accepted; the files of keys are read again at each update. With `holds_new_logs`, for a canary, a log that
+    is not here yet is held at its first base before servers see it: so they start where the canary judges
+    first. `workers` threads merge bases, 0: one a processor.
 
     Raises:
-        UsageError: the URL is not that of a model in a store.
+        UsageError: the URL is not that of a model in a store. Nothing is opened yet.
     """
 
     def __init__(
@@ -319,11 +331,12 @@ class LocalCopy:
         self._seen = Seen()
 
     def update(self, progress: ProgressFactory = no_progress) -> Pulled:
-        """Fetch new publications, holds and tags from the store, in order.
+        """Fetch new publications, holds and tags from the store; return what was fetched and removed.
 
-        Return what was fetched and removed. Servers see each publication as soon as it is whole. With
+        Publications come in the order of positions, and servers see each as soon as it is whole. With
         `prune`, publications that the store no longer has are removed here, too, if servers do not need them.
-        The copy is locked against other pulls meanwhile.
+        The copy is locked against other pulls meanwhile, and its directory is made if need be. The head of
+        the store is remembered beside it. `progress` makes the bars for bytes fetched.
 
         Raises:
             CheckpointNotFound: the store has no model at this URL.
@@ -332,9 +345,12 @@ class LocalCopy:
             PublicationDamaged: the next publication is damaged, and none replaces it.
             NotTrusted: no trusted key has signed what is in the store or here, or a file of keys cannot be
                 read.
-            UsageError: `model` cannot be a model base path, or is the trainer's directory.
-            TargetBusy: another pull into this copy, or an exporter, holds its lock.
-            ExportError: the store cannot be read, or the copy cannot be written; see errors.py.
+            UsageError: `model` cannot be a model base path, or is the trainer's directory; or the library
+                that reads stores is not installed.
+            TargetBusy: another pull into this copy, or an exporter, keeps its lock too long.
+            ModelHeld, PositionUnknown, OverlayFull, NotFinite: the values of a rollback of the store cannot
+                be published here (see `exporter.transfer.taken_back`).
+            ExportError: the store cannot be read, or the copy cannot be read or written; see errors.py.
             OSError: a lock or a hold of the copy cannot be opened.
         """
         store, self._store = self._store or ObjectWriter(self.url), None
@@ -345,10 +361,12 @@ class LocalCopy:
         return done
 
     def plan(self) -> Pulled:
-        """Return what `update` would do now, without a change; its bytes are the most that would be fetched.
+        """Return what `update` would do now, without a change on disk.
+
+        Its `bytes_` are the most that would be fetched; nothing is repeated in it.
 
         Raises:
-            ExportError, OSError: as `update`, as far as it can be known before anything is fetched.
+            ExportError, OSError: as `update`, for each failure that is found before anything is fetched.
         """
         return looking_again(self._plan)
 
@@ -364,9 +382,11 @@ class LocalCopy:
 
         Raises:
             CheckpointNotFound: the store has no model.
-            NotTrusted: keys are trusted, and all versions there are unsigned.
-            UsageError, TargetNotWritable, ManifestError: see `require_base_path`; or it is the trainer's
-                directory.
+            NotTrusted: keys are trusted, and no trusted key has signed a version there.
+            UsageError: the local path is a version, inside another model, a directory of models, or the
+                trainer's; or it has a character of a pattern.
+            TargetNotWritable: the local path, or a parent, is a file or a broken symbolic link.
+            ManifestError: the local path cannot be listed.
         """
         if self._trust is not None and all(item.is_delta for item in stored.items.values()):
             for error in forged(stored).values():
@@ -379,9 +399,9 @@ class LocalCopy:
 
     @property
     def newest(self) -> tuple[int, datetime] | None:
-        """The position and the publication time of the store's newest publication, as last seen.
+        """The position and the publication time of the store's newest publication, as last listed.
 
-        None before an update. The newest is the one with the greatest position.
+        None before the first listing, and for an empty store. The newest has the greatest position.
         """
         seen = [each.manifest for each in self._seen.stored.items.values()]
         return max(((each.position, each.created) for each in seen), default=None)
@@ -412,10 +432,10 @@ class LocalCopy:
         return replace(done, identity=identity or "", is_pinned_now=pinned)
 
     def _published_from_here(self) -> str:
-        """Return the hint for a URL without a model: the command that puts back what this copy has.
+        """Return the hint for a URL without a model: the shell command that uploads this copy's model again.
 
-        For a copy without a model it is the command that publishes from elsewhere. ManifestError if the copy
-        cannot be listed.
+        For a copy without a version, it is the command that uploads another local model. ManifestError if the
+        copy cannot be listed.
         """
         if not version_dirs(self._model):
             return f"publish one: export-model push MODEL {quoted(self.url)}"
@@ -426,23 +446,24 @@ class LocalCopy:
         return found
 
     def _pinned(self) -> Trust | None:
-        """The trusted keys, with the identity that was named or is pinned in the copy; None without keys.
+        """Return the trusted keys, with the identity that was named, or else is pinned in the copy.
 
-        NotTrusted if the pinned identity cannot be read.
+        None if no keys are trusted. NotTrusted if the pinned identity cannot be read.
         """
         if self._trust is None or self._trust.identity is not None:
             return self._trust
         return replace(self._trust, identity=pinned_identity(self._model))
 
     def _pin(self, stored: StoredItems) -> bool:
-        """Pin the model's identity in the copy, if it can be known; return True if this call has pinned it.
+        """Write the model's identity into the copy, if it can be known; return True if this call has done so.
 
-        It is the identity that was named, else that of the versions here, else that in the store. The file of
-        the identity is written. Nothing without trusted keys.
+        The identity is that of the model that was named (only if the store has a version of it), else of the
+        versions here, else of the versions in the store. Nothing is written without trusted keys, or if the
+        same identity is pinned already; another pinned one is replaced only by the one that was named.
 
         Raises:
-            NotTrusted: keys have signed publications of several models there, and none is named or pinned; or
-                the pinned identity cannot be read.
+            NotTrusted: versions of several models are here or there, and none is named or pinned; or the
+                pinned identity cannot be read.
             ManifestError: the copy cannot be listed.
             PublishError and subclasses: the file cannot be written.
         """
@@ -493,9 +514,9 @@ class LocalCopy:
 
 
 def _is_settled(head: Head, stored: StoredItems) -> bool:
-    """Return True if everything that a head mentions is in the listing.
+    """Return True if a listing, `stored`, has the publication, holds and tags that a head mentions.
 
-    That is so from a moment after the head was written.
+    All files of all publications must be in it, too. A store shows them some time after the head was written.
     """
     holds, there = head.hold_files or {}, stored.holds
     if head.hold_documents is None:  # of an earlier release, which leaves documents that it does not know
@@ -547,15 +568,22 @@ class _Pull:
         self.last, self._taken_back, self._agreed = -1, list[TakenBack](), dict[tuple[str, int], Item]()
 
     def run(self, head: Head | None, progress: ProgressFactory, *, prune: bool) -> Pulled:
-        """Fetch the missing publications, and set the holds and tags; return what was done.
+        """Fetch the missing publications, set the holds and tags, and return the result of the pull.
 
         Superseded publications are removed first; without `prune`, only versions that a rollback or
         resumption published again here. If the copy has publications that lead elsewhere and the store has
-        not gone on, only holds and tags are set. `head` is the store's, or None.
+        not gone on, only holds and tags are set. `head` is the store's, None without one. `progress` makes
+        the bars for bytes fetched.
 
         Raises:
             PositionMoved: something was published here, and something else there.
-            ForeignLineage, PublicationDamaged, NotTrusted, ExportError, OSError: as `LocalCopy.update`.
+            ForeignLineage: the copy has another publication at the same path.
+            PublicationDamaged: the next publication is damaged, and none replaces it.
+            NotTrusted: no trusted key has signed a version that was published again here.
+            TargetBusy: an exporter holds the lock of the copy.
+            CheckpointChanged: the copy was rolled back, or published to, meanwhile.
+            ExportError, OSError: the store cannot be read, or the copy cannot be read or written; or the
+                values of a rollback of the store cannot be published here.
         """
         known = recall(self._model, self._url)
         wanted, waiting = self._missing(head, known)
@@ -574,11 +602,13 @@ class _Pull:
         return self._done(removed, incomplete, waiting)
 
     def _repeat(self, waiting: tuple[str, ...]) -> tuple[str, ...]:
-        """Publish the values of the store's newest restoration here, if `to_repeat` has to.
+        """Publish the values of the store's newest rollback or resumption here, if `to_repeat` returns it.
 
-        Return `waiting` without it. With trusted keys nothing is repeated that ends before the copy's newest
-        position: it may be an old rollback that was put back into the store. Raises as
-        `exporter.pipeline.log_maintenance.repeat`.
+        Return the paths in `waiting` without its path; all of them if nothing was published. With trusted
+        keys nothing is repeated that ends before the copy's newest position: it may be an old rollback that
+        was put back into the store. ModelHeld if a canary of the copy rejected the values; PositionUnknown,
+        OverlayFull or NotFinite if they are gone or servers would refuse them; TargetBusy, VerificationError,
+        CheckpointError or PublishError if the copy is locked, damaged or cannot be written.
         """
         if not (self.here and self._taken_back):
             return waiting
@@ -607,8 +637,10 @@ class _Pull:
     def plan(self, head: Head | None, *, prune: bool) -> Pulled:
         """Return what `run` would return now, without a change on disk.
 
-        It changes this object: do not call `run` afterwards. `head` is the store's, or None. PositionMoved,
-        ForeignLineage and NotTrusted as `run`.
+        It changes this object: do not call `run` afterwards. `head` is the store's, None without one. With
+        `prune`, the result has what would be removed. PositionMoved, ForeignLineage and NotTrusted as `run`;
+        VerificationError or CheckpointError if a killed pull left a damaged index; ManifestError if the file
+        of remembered heads is damaged; OSError or CheckpointError if a hold of the copy cannot be read.
         """
         wanted, waiting = self._missing(head, recall(self._model, self._url))
         gone = self._superseded(is_current=self._is_current(wanted, waiting), everything=prune)
@@ -620,10 +652,10 @@ class _Pull:
         return self._done((*removed,), tuple(item.path for item in wanted), waiting)
 
     def _foreseen(self, item: Item) -> Spared:
-        """Return which bytes of a publication need not be fetched, as far as its manifest tells.
+        """Return how many bytes of a publication would be linked, merged here or fetched, by its manifest.
 
-        Unless shards are signed, only the index tells what they hold, and it has not been fetched yet.
-        VerificationError or CheckpointError if a killed pull left a damaged index.
+        An unsigned shard does not count as linked, because only the index tells what it holds, unless a
+        killed pull has fetched the index. VerificationError or CheckpointError if that index is damaged.
         """
         passage = Passage(item, self._model / f"{PULL_PREFIX}{item.digest}")
         files = () if item.is_delta else passage.files
@@ -641,10 +673,11 @@ class _Pull:
         return not (wanted or waiting or self._held or self._trust)
 
     def _missing(self, head: Head | None, known: Known | None) -> tuple[list[Item], tuple[str, ...]]:
-        """Return the items that this copy lacks, in order, and the paths of those that must wait.
+        """Return the items to fetch, by `Item.order`, and the paths of other missing items that must wait.
 
-        If the copy has gone on from the store, both are empty and `has_own` is set. `known` is the store's
-        head as this copy remembers it, `head` the present one.
+        Items that a hold of the copy keeps away are in neither; their paths are kept. If the copy has gone on
+        from the store, both are empty and `has_own` is set. `known` is the store's head as this copy
+        remembers it, `head` the present one; None without one.
 
         Raises:
             PositionMoved: something was published here, and something else there.
@@ -678,11 +711,12 @@ class _Pull:
         )
 
     def _find_taken_back(self, known: Known | None) -> None:
-        """Note the rollbacks and resumptions of this copy that are not the store's (`own`), and `last`.
+        """Set `own` to the rollbacks and resumptions of this copy that are not the store's, and set `last`.
 
-        `last` is the greatest position that came from the store. What was found once is kept with the
-        remembered head, `known`: what arrives later reaches beyond it. NotTrusted if keys are trusted, and an
-        unsigned version that restored earlier values may have come from the store.
+        `last` is the greatest position that came from the store; -1 if none is known. A rollback that was
+        found once is kept with the remembered head, `known` (None without one), because later publications of
+        the store reach beyond it. NotTrusted if keys are trusted, and an unsigned version that restored
+        earlier values may have come from the store.
         """
         before, stored = self._kept(known), self._stored.items
         made = {path: (item, to) for path, item in self.here.items() if (to := restored(item)) is not None}
@@ -726,7 +760,7 @@ class _Pull:
 
     @property
     def own(self) -> dict[str, int]:
-        """What was taken back here, as `Known` keeps it: by path, the position whose values came back."""
+        """The rollbacks and resumptions made in this copy alone: the restored position, by path."""
         return {each.path: each.to for each in self._taken_back}
 
     def _fitting(self, wanted: Iterable[Item]) -> tuple[list[Item], set[str], set[str]]:
@@ -757,9 +791,10 @@ class _Pull:
         return coming, held, withheld
 
     def _is_held(self, item: Item) -> bool:
-        """Return True for a version that servers would load by themselves, past the copy's own hold.
+        """Return True if `item` is a version that servers would load past the copy's own hold.
 
-        False for a delta. OSError or CheckpointError if a hold of the copy cannot be read.
+        False for a delta, which servers do not load past a hold. OSError or CheckpointError if a hold of the
+        copy cannot be read.
         """
         if item.is_delta:
             return False
@@ -811,10 +846,11 @@ class _Pull:
         )
 
     def _way_on(self, waiting: Iterable[str]) -> str:
-        """Return the shell command after which this copy gets past what waits; empty if there is none yet.
+        """Return the shell command after which this copy gets past the publications in `waiting`.
 
-        If a version that leads past all of it waits for the copy's own hold, the command lifts that. Nothing
-        helps while the store is held, or has nothing beyond what was taken back here.
+        If the copy's own hold keeps a version away that leads past all of them, the command lifts that hold;
+        otherwise it merges in the store. "" if none helps yet: the store is held, not by a canary, and only a
+        merged base would help; or it has nothing beyond what was taken back here.
         """
         stored = self._stored.items
         bases = (stored[path] for path in self._held if not stored[path].is_delta)
@@ -831,10 +867,10 @@ class _Pull:
         return _typed("export-model", "merge", str(self._url), *words)
 
     def _require_trusted(self, trust: Trust) -> None:
-        """Refuse a copy that contains publications which no trusted key has signed; note the accepted ones.
+        """Refuse a copy that contains a publication which no trusted key has signed, with two exceptions.
 
-        Accepted are rollbacks and resumptions made here (noted in `_unsigned`), and publications up to the
-        store's newest trusted version: servers leave these when they load it.
+        Accepted are rollbacks and resumptions made here, which are noted in `_unsigned`, and publications up
+        to the store's newest trusted version, because servers leave them when they load that version.
 
         Raises:
             NotTrusted: there is another one.
@@ -901,10 +937,11 @@ class _Pull:
         return newest if held is None else min(newest, held)
 
     def _published_here(self) -> list[Item]:
-        """The local items that lead elsewhere than the store: published here, neither merged nor taken back.
+        """Return the items that were published in this copy and that the store does not have.
 
-        They are not in the store, and beyond all that it had, as last recorded here. With trusted keys, there
-        are none: what is signed is the publisher's, whatever was removed from the store.
+        Mergers, rollbacks and resumptions do not count. The items are beyond the greatest position that came
+        from the store (`last`). Empty with trusted keys: a signed item is the publisher's, whatever was
+        removed from the store.
         """
         if self._trust is not None:
             return []
@@ -920,16 +957,17 @@ class _Pull:
         return int(path.rpartition("-")[2]) if "-" in path else -1
 
     def _fetch(self, wanted: list[Item], progress: ProgressFactory) -> tuple[str, ...]:
-        """Fetch and publish what is missing here, in order, until an item is incomplete in the store.
+        """Fetch the `wanted` items and publish them in the copy, until one is incomplete in the store.
 
         Return the paths of the items that were not fetched. `wanted` is sorted by `Item.order`. Holds of the
-        store are set first.
+        store are set first, and remains of killed pulls removed. `progress` makes the bar for bytes fetched.
 
         Raises:
             PublicationDamaged: the next item is damaged, and none replaces it.
             CheckpointChanged: the copy was rolled back, or published to, meanwhile.
             ManifestError: the file of remembered heads is damaged.
-            CheckpointError, PublishError: the store cannot be read, or the copy cannot be written or locked.
+            TargetBusy: an exporter holds the lock of the copy.
+            CheckpointError, PublishError: the store cannot be read, or the copy cannot be written.
         """
         self._sweep({item.digest for item in wanted})
         self._set_holds(wanted)
@@ -965,10 +1003,10 @@ class _Pull:
         return tuple(item.path for item in left)
 
     def _passes_by(self, item: Item, wanted: Iterable[Item]) -> bool:
-        """Skip a damaged item, and deltas that need it, if the store has a replacement.
+        """Skip a damaged item, and the `wanted` deltas that need it, if the store has a replacement.
 
-        Return False if it has none. The skipped paths are added to `passed_by`. A replacement is a later
-        base, or a merger that begins no later and ends no earlier.
+        Return True then; False if the store has none. The skipped paths are added to `passed_by`. A
+        replacement is a later base, or a merger that begins no later and ends no earlier.
         """
         stored = self._stored.items.values()
         instead = min(
@@ -993,12 +1031,12 @@ class _Pull:
         bar: Progress,
         progress: ProgressFactory,
     ) -> Iterator[Callable[[Item], tuple[Path, Spared]]]:
-        """Fetch small publications in parallel during the block.
+        """Fetch small publications in parallel during the block; yield a function that waits for one of them.
 
-        Yield a function that returns an item once it is whole. It takes an item, waits for it or fetches it,
-        and returns and raises as `_staged`. `whole` has the objects of each item by path. Requests have
-        latency, and a copy may be a thousand deltas behind; most deltas are small. Large publications are
-        fetched in parts instead.
+        That function takes an item, waits until it is fetched or fetches it, and returns and raises as
+        `_staged`. `whole` has, by the item's path, its objects by the paths of its files. `bar` advances by
+        the bytes fetched; `progress` makes bars for merged bases. Requests have latency, and a copy may be a
+        thousand deltas behind; most deltas are small. Large publications are fetched in parts instead.
         """
         with workers(_AHEAD, "ahead") as pool:
             tasks = {
@@ -1050,12 +1088,15 @@ class _Pull:
     def _staged(
         self, item: Item, files: dict[str, RemoteObject], bar: Progress, progress: ProgressFactory
     ) -> tuple[Path, Spared]:
-        """Fetch a publication, if it is not here yet, into a hidden directory, and check all of it.
+        """Fetch a publication into a hidden directory of the copy, and check all of it.
 
-        Return the directory, and the bytes that were not fetched. `files` has its objects by path.
+        Return the directory, and how many bytes were linked, merged here or fetched. Whole files from a
+        killed pull are not fetched again. `files` has the item's objects by the paths of its files; `bar`
+        advances by its bytes, and `progress` makes the bars of a merger.
 
         Raises:
-            PublicationDamaged: the store's files are not those of the manifest; that is remembered.
+            PublicationDamaged: the store's files differ from the manifest. This is remembered, and raised at
+                once the next time, until the objects change.
             CheckpointError, PublishError: the store cannot be read, or the copy cannot be written.
         """
         staged = self._model / f"{PULL_PREFIX}{item.digest}"
@@ -1100,16 +1141,17 @@ class _Pull:
         bar: Progress,
         merged: _MergedHere,
     ) -> Spared:
-        """Bring the missing files of a publication, and compare all its files with the manifest.
+        """Bring the missing files of `item` into the directory `staged`, and compare all with the manifest.
 
-        A file comes from a version that is here, from a merger made here, or from the store. A file that was
-        there before may be of a pull that was killed before it compared: it is fetched if it differs, as is a
-        file of another version. Whatever else a killed pull left is removed. Returns where the bytes came
-        from; `bar` advances by them.
+        Return how many bytes were linked, merged here and fetched; `bar` advances by them. A file comes from
+        a version that is here, from a merger made here (`merged`), or from the store: `files` has the objects
+        by the files' paths. A file that is in `staged` already, or did not come from the store, is fetched if
+        it differs from the manifest. All other files in `staged` are removed.
 
         Raises:
             VerificationError, CheckpointError: a fetched file differs, or cannot be fetched.
-            PublishError, OSError: the copy cannot be written; DiskFull before anything is fetched.
+            PublishError, OSError: the copy cannot be written; DiskFull, before anything is fetched, if there
+                is no room for it.
         """
         passage, said = Passage(item, staged), f"{self._url}/{item.path}/{MANIFEST_FILE}: the file"
         places = {file: below(staged, file.path, said, writes=True) for file in passage.files}
@@ -1170,10 +1212,11 @@ class _Pull:
     def _get(
         self, each: RemoteObject, path: Path, bar: Progress, note: Callable[[int, memoryview], None]
     ) -> None:
-        """Fetch an object into a file, which has its name once it is whole and on disk.
+        """Fetch an object into the file `path`, which appears once it is whole and on disk.
 
-        `note` gets the offset and bytes of each piece, `bar` their number. CheckpointError if the object
-        cannot be fetched, OSError or PublishError if the file cannot be written.
+        Threads call `note` with the offset and bytes of each part; `bar` advances by their number.
+        CheckpointError if the object cannot be fetched, OSError or PublishError if the file cannot be
+        written.
         """
         part = path.with_name(f".{path.name}.part")
         with part.open("wb") as opened:
@@ -1184,10 +1227,11 @@ class _Pull:
         sync(path.parent)
 
     def _clear_way(self, item: Item) -> None:
-        """Remove this copy's mergers that begin before the store's rollback `item` and end after its end.
+        """Remove this copy's own mergers that span the store's rollback or resumption `item`.
 
-        They have values that the rollback takes back, and the store does not have them. Nothing for other
-        items. OSError if one cannot be moved, BlockingIOError if a reader has a lease on it.
+        They begin before the position at which it begins, and end after that position: they have values that
+        it takes back. Does nothing for other items. OSError if one cannot be moved, BlockingIOError if a
+        reader has a lease on it.
         """
         start = item.manifest.from_position
         if start is None or not is_restoration(item):
@@ -1236,10 +1280,11 @@ class _Pull:
                 hold.set(both, staging)
 
     def _set_holds(self, coming: Iterable[Item] = ()) -> None:
-        """Set the store's holds beside the copy's own, except those that deltas in `coming` contain.
+        """Set the store's holds beside the copy's own, except holds that deltas in `coming` contain.
 
-        TargetBusy, PublishError or a subclass if a hold cannot be set; ManifestError if the file of
-        remembered heads is damaged, or a hold's name is not a path below the model.
+        Those are set when the delta is published. TargetBusy, PublishError or a subclass if a hold cannot be
+        set; ManifestError if the file of remembered heads is damaged, or a hold's name is not a path below
+        the model.
         """
         brought = {(item.hold, item.manifest.position) for item in coming if item.hold is not None}
         for name, content in self._stored.holds.items():
@@ -1265,11 +1310,11 @@ class _Pull:
                 hold.set(after, staging, unreadable)
 
     def _both(self, name: str, hold: Hold, content: bytes | None) -> tuple[Decided, bytes | None] | None:
-        """Return both holds as they should be, and the store's number if it states no position (else None).
+        """Return the copy's and the store's hold as they should be set; None if nothing has to change.
 
-        The result is None if nothing has to change. `content` has the store's number's bytes, None without
-        one. `name` is the path of the number below the model, `hold` the hold there. ManifestError if the
-        file of remembered heads is damaged.
+        With them come the bytes of the store's number if it states no position, else None. `content` is the
+        store's number, None without one; `name` is its path below the model, `hold` the hold there.
+        ManifestError if the file of remembered heads is damaged.
         """
         before, stored = hold.decided(), self._stored_hold(name)
         own = self._own(name, before)
@@ -1282,7 +1327,11 @@ class _Pull:
         return None if is_so else (after, None)
 
     def _stored_hold(self, name: str) -> HeldBy | None:
-        """The store's hold by the path of its number; None if there is none, or if it states no position."""
+        """Return the store's hold whose number is at the path `name`; None without one or without a position.
+
+        If a delta of the copy repeats the store's rollback at that position, the result has the delta's
+        position and values.
+        """
         document = self._stored.holds.get(str(PurePosixPath(name).with_name(HOLD_DOCUMENT_FILE)))
         held, log = hold_in(self._stored.holds.get(name), document), name.rpartition("/")[0]
         if held is None or held.position < 0:
@@ -1295,16 +1344,20 @@ class _Pull:
         return replace(by, values_of=self._values_of(there, log, held.position))
 
     def _repeated_at(self, log: str, position: int | None) -> Item | None:
-        """The copy's delta that repeats the store's rollback at a position of a log; None without one."""
+        """Return the copy's delta that repeats the store's rollback or resumption at a position of a log.
+
+        None without one. `log` is the log's path below the model.
+        """
         items = self._stored.items.values()
         ends = (item for item in items if item.log == log and item.manifest.position == position)
         return next(filter(None, (repeated(item, self.here, self._stored.items) for item in ends)), None)
 
     def _values_of(self, items: Mapping[str, Item], log: str, position: int) -> int | None:
-        """The position whose values the rollback at `position` of a log restored, if it is among these items.
+        """Return the position whose values the rollback at `position` of a log restored; None without one.
 
-        None without such a rollback, and if any rollback took those values back: the copy's canary may have
-        failed them, or never have judged them. `log` is the log's path below the model.
+        `items` are the publications, by path, among which the rollback is looked for; `log` is the log's path
+        below the model. None, too, if a rollback of the copy took those values back: its canary may have
+        failed them, or never have judged them.
         """
         over = [
             (entry.back_to or 0, item.manifest.position)
@@ -1323,9 +1376,9 @@ class _Pull:
     def _own(self, name: str, decided: Decided) -> HeldBy | None:
         """Return the copy's own hold; None if there is none, or if it came from the store.
 
-        `name` is the path of its number below the model, `decided` the holds there. In a log where something
-        was taken back here, a hold is always the copy's own. Elsewhere, compared with the store's when the
-        copy was last current:
+        `name` is the path of its number below the model, `decided` the holds there. ManifestError if the file
+        of remembered heads is damaged. In a log where something was taken back here, a hold is always the
+        copy's own. Elsewhere, compared with the store's when the copy was last current:
 
         - a canary's hold came from the store only if the store had a canary's hold at its position, and this
           one does not say who set it (else its document also says whether it came from the store);
@@ -1354,10 +1407,11 @@ class _Pull:
         return own if recall(self._model, self._url) is None or not is_stores else None
 
     def _set_tags(self) -> None:
-        """Copy the tags that have changed in the store; tags that have changed here only remain.
+        """Copy the tags that have changed in the store; tags that have changed only here remain.
 
-        Nothing with trusted keys, or while tags cannot be read. Writes under the model's lock: TargetBusy,
-        PublishError or a subclass if it cannot. ManifestError if the file of remembered heads is damaged.
+        Does nothing with trusted keys, while tags cannot be read, or while it is not known which are newer.
+        Writes under the model's lock: TargetBusy, PublishError or a subclass if it cannot. ManifestError if
+        the file of remembered heads is damaged.
         """
         is_unknown = self.has_own and recall(self._model, self._url) is None
         if self._trust is not None or is_unknown:  # tags are not signed; it is unknown which are older
@@ -1399,18 +1453,19 @@ class _Pull:
                 self._set_hold(name, None)
 
     def _had(self, name: str) -> bytes | None:
-        """A file of holds or tags as the store had it when this copy was last current; None if it had none.
+        """Return a file of holds or tags as the store had it when this copy last pulled or pushed.
 
-        `name` is its path below the model. ManifestError if the file of remembered heads is damaged.
+        `name` is its path below the model. None if the store had no such file, or is not remembered.
+        ManifestError if the file of remembered heads is damaged.
         """
         known = recall(self._model, self._url)
         return None if known is None else (known.hold_files or {}).get(name)
 
     def _superseded(self, *, is_current: bool, everything: bool) -> list[Item]:
-        """Return the items that `superseded` returns, by position, except those that tags need.
+        """Return the items that `superseded` returns, by `Item.order`, without items that tags need.
 
-        Unless `everything`, only versions that a rollback or resumption published again here. OSError if a
-        manifest here cannot be looked at.
+        Unless `everything`, only versions that a rollback or resumption published again here. `is_current`
+        tells that the copy has all that the store has. OSError if a manifest here cannot be looked at.
         """
         gone = superseded(self._model, self.here, self._stored.items.keys(), is_current=is_current)
         gone = [item for item in gone if everything or (item.path in self.own and not item.is_delta)]
@@ -1449,9 +1504,11 @@ class _Pull:
 
 
 class _MergedHere(ExitStack):
-    """The files of a merged base, made of its parts in this copy once the first one is asked for.
+    """The files of a merged base, merged from its parts in this copy when the first file is asked for.
 
-    `why` says why there are none, or not all; it is empty for what is no merged base.
+    `why` is the reason, for people, if the base cannot be merged here, or a file differs; "" otherwise, and
+    for an item that is not a merged base. `deltas` is the number of deltas among the parts. The end of the
+    block removes the files that were not given out.
     """
 
     def __init__(
@@ -1474,10 +1531,10 @@ class _MergedHere(ExitStack):
         self._is_tried = record is None or bool(self.why)
 
     def give(self, file: FileEntry, path: Path) -> bool:
-        """Move a file of the merged base to `path`, which is replaced if it exists.
+        """Move a file of the merged base to `path`, which is replaced if it exists; return True then.
 
         False if the merger has no such file of the manifest's size, or is not possible here. The first call
-        makes the merged base, which may take long.
+        merges the base, which may take long.
 
         Raises:
             DiskFull: there is no room for the base.
@@ -1532,9 +1589,9 @@ class _MergedHere(ExitStack):
 
 
 def _why_not(part: MergedPart, ours: Item | None, stored: StoredItems) -> str:
-    """Return why a copy cannot merge a part of a base; empty if it can.
+    """Return the reason why a copy cannot merge a part of a base; "" if it can.
 
-    `ours` is the copy's publication at the part's path, or None.
+    `ours` is the copy's publication at the part's path, None without one; `stored` is the store's model.
     """
     if ours is None:
         return f"this copy lacks {part.path}{'' if part.path in stored.items else ', as does the store'}"
@@ -1550,7 +1607,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _is_same(own: HeldBy, stored: HeldBy) -> bool:
-    """True if two holds have the same position, setter and time: then `stored` was set here, and pushed."""
+    """True if two holds have one position, setter and time: then `own` was pushed, or `stored` pulled."""
     return (own.position, own.who, own.when) == (stored.position, stored.who, stored.when)
 
 
@@ -1582,10 +1639,11 @@ def _require_room(staged: Path, size: int) -> None:
 
 
 def _is_equal(ours: Item, item: Item) -> bool:
-    """True if both are one publication, or equal decisions or mergers made here (`ours`) and in the store.
+    """True if the copy's publication `ours` can stand for the store's `item` at the same path.
 
-    A rollback or a resumption of the same deltas differs in its reason and its time alone. A merger has the
-    values of its last part, however its files divide them.
+    They have the same manifest; or `ours` is a rollback or a resumption with the same files, whose reason and
+    time alone differ; or it is a merger in the same lineage, which has the values of its last part, however
+    its files divide them.
     """
     if is_restoration(ours) and files_digest(ours.manifest) == files_digest(item.manifest):
         return True
