@@ -421,7 +421,7 @@ def tag(
 
     Retention keeps the files that a tagged position needs. An existing tag of this name moves. `position` is
     a number or a name, as for `rollback`; where versions take no deltas, it is a version's number. `reason`
-    is recorded. `model` is a model base path, or its URL. A `dry_run` writes nothing.
+    is recorded, if it is not None. `model` is a model base path, or its URL. A `dry_run` writes nothing.
 
     Raises:
         UsageError: a tag cannot have the name, or `position` is not a position.

@@ -163,7 +163,8 @@ def _strategies(catalog: Catalog) -> Mapping[str, PartitionStrategy]:
 def _strategy(strategies: Mapping[str, PartitionStrategy], name: str) -> PartitionStrategy | None:
     """Return the partition strategy of a table, or of the table to which a slot or an average belongs.
 
-    The owner is the table with the shortest name that `name` begins with. None if no strategy is known.
+    `strategies` are by table name. The owner is the table with the shortest name that `name` begins with.
+    None if no strategy is known.
     """
     owners = [owner for owner in strategies if name == owner or name.startswith(f"{owner}/")]
     return strategies[min(owners, key=len)] if owners else None
@@ -438,9 +439,10 @@ def parse_side(text: str) -> ComparedState:
 
 
 def compare(a: ComparedState, b: ComparedState, runner: Runner | None = None) -> Differences:
-    """Compare two states bit for bit and return their differences; with a `runner`, its tasks compare tables.
+    """Compare two states bit for bit and return their differences.
 
-    In a temporary directory, scratch files are written, and the tensors of an archive are copied.
+    Tables are compared by tasks of `runner`, or in this process if it is None. In a temporary directory,
+    scratch files are written, and the tensors of an archive are copied.
 
     Raises:
         UsageError: they have no variable in common.

@@ -470,7 +470,8 @@ def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
 def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
     """Yield a finding if servers refuse deltas with NaN or infinity, and finite deltas do not bypass them.
 
-    Nothing if the model accepts such values, takes no deltas or is damaged. Raises ManifestError if the hold
+    `found` is the result of `verify_model`. Nothing if the model accepts such values, takes no deltas or is
+    damaged. Raises ManifestError if the hold
     or a manifest cannot be read, CheckpointError if a delta cannot, DeltaGap if deltas are missing.
     """
     log = found.log
@@ -591,9 +592,9 @@ def strangers(model: Path) -> Iterator[Finding]:
 def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     """Yield at most one finding: publications are dated more than 60 s in the future.
 
-    Publications that they replaced are kept until that time. The finding names the latest and counts the
-    others. `now` is in seconds since 1970. Damaged manifests are skipped; ManifestError if the model cannot
-    be listed, LfsPointer if a manifest is a Git LFS pointer.
+    `found` is the result of `verify_model`. Publications that they replaced are kept until that time. The
+    finding names the latest and counts the others. `now` is in seconds since 1970. Damaged manifests are
+    skipped; ManifestError if the model cannot be listed, LfsPointer if a manifest is a Git LFS pointer.
     """
     paths = [child.path for child in published_versions(model)]
     paths += [delta.path for delta in found.log.deltas] if found.log else []
@@ -651,8 +652,9 @@ def room(model: Path) -> Iterator[Finding]:
 def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
     """Yield findings about dynamic tables with few free rows (under 5 %): a full one refuses deltas.
 
-    Nothing if the model takes no deltas or is damaged. `ckpt_dir` is named in the command, None if it is not
-    known. Raises PositionError, ManifestError or CheckpointError if the log or its tables cannot be read.
+    Nothing if the model takes no deltas or is damaged, by `found`, the result of `verify_model`. `ckpt_dir`
+    is named in the command, None if it is not known. Raises PositionError, ManifestError or CheckpointError
+    if the log or its tables cannot be read.
     """
     if found.log is None or found.damage:  # reported by `damage`, and tables cannot be read past it
         return
@@ -669,7 +671,8 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
 def _lately(found: VerifiedModel) -> list[DeltaEntry]:
     """Return the manifest entries of the newest deltas, oldest first: at most `LATELY`.
 
-    Mergers, and deltas with a damaged manifest, are left out; [] without a log. LfsPointer if a manifest is a
+    `found` is the result of `verify_model`. Mergers, and deltas with a damaged manifest, are left out; []
+    without a log. LfsPointer if a manifest is a
     Git LFS pointer.
     """
     deltas = () if found.log is None else found.log.deltas
@@ -703,8 +706,8 @@ def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 def budget(found: VerifiedModel) -> Iterator[Finding]:
     """Yield a finding if recent delta budgets were exceeded, or, of at least five, sent too little.
 
-    Too little is less than a quarter of the distance that rows had moved, on average. At most the 20 newest
-    deltas count. LfsPointer if a manifest is a Git LFS pointer.
+    `found` is the result of `verify_model`. Too little is less than a quarter of the distance that rows had
+    moved, on average. At most the 20 newest deltas count. LfsPointer if a manifest is a Git LFS pointer.
     """
     used = [entry.budget for entry in _lately(found) if entry.budget is not None]
     excess = [each for each in used if each.excess]
@@ -811,7 +814,7 @@ def _broken_hold(model: Path, problem: Damage) -> Finding:
 
 
 def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path | None) -> str:
-    """Return the command that repairs damage: remove a file that no server needs, or publish a new base.
+    """Return the command that repairs `problem`: remove a file that no server needs, or publish a new base.
 
     `log` is the newest version's, None if it takes no deltas or cannot be read. `ckpt_dir` is for the
     command, None if it is not known. Raises ManifestError or LfsPointer if the model or a delta's manifest
@@ -878,10 +881,11 @@ class Examination(Struct, frozen=True):
 
 
 def ask(address: str, name: str, deadline: float, access: ServerAccess) -> Server:
-    """Ask a server for its versions of the model `name`; a server that does not answer has a `failure`.
+    """Ask the server at `address`, HOST:PORT, for its versions of the model `name`, and return the answer.
 
-    Each call waits at most `deadline` seconds. `access` has the keys for TLS. Raises UsageError or LfsPointer
-    if a file of `access` cannot be used.
+    If the server does not answer, or refuses, the result has the error as its `failure`. Each call waits at
+    most `deadline` seconds. `access` has the keys for TLS. Raises UsageError or LfsPointer if a file of
+    `access` cannot be used.
     """
     from serving.client import ModelClient
     from serving.updates import read_served

@@ -183,7 +183,8 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
 def _draft(staged: Staged, plan_digest: str) -> ManifestDraft:
     """Return the manifest of the staged version, without the fields that publishing adds.
 
-    Of a base, copies of the graph's files are read: PublishError or LfsPointer if one cannot be.
+    `plan_digest` is the digest of the plan as it was made. Of a base, copies of the graph's files are read:
+    PublishError or LfsPointer if one cannot be.
     """
     planned, entry = staged.plan, staged.entry
     if entry is not None:

@@ -198,7 +198,8 @@ def choose_hot(
 def _no_table(name: str, plans: Mapping[str, TablePlan], sources: Mapping[str, TensorSource]) -> UsageError:
     """Return the error for a `name` in `--hot-rows` that no table has.
 
-    Its hint is the most similar name of a mapped table, if one is similar.
+    `plans` are the tables by keys, `sources` the variables, both by name. Its hint is the most similar name
+    of a mapped table, if one is similar.
     """
     of_plans = {f"{plan}/{VALUES}" for plan in plans}
     mapped = [*plans, *(key for key, source in sources.items() if source.is_mapped and key not in of_plans)]
@@ -215,7 +216,10 @@ def _has_counts(plan: TablePlan) -> bool:
 
 
 def _require_placed(name: str, graph: InferenceGraph, source: TensorSource) -> None:
-    """Raise UsageError unless the graph reads the table, which the message calls `name`, by gathers alone."""
+    """Raise UsageError unless the graph reads a table, the variables of `source`, by gathers alone.
+
+    The message calls the table `name`.
+    """
     reads = {v.node: PlacedReads(v.shape, f"{v.node}/places", DType.INT32) for v in source.variables}
     try:
         change_uses(deepcopy(graph.meta_graph.graph_def), reads)

@@ -237,7 +237,7 @@ def _plan(
 ) -> IncrementalPlan:
     """Plan the next delta of a log from the trainer's files; nothing is written.
 
-    The other arguments are as for `plan_incremental`.
+    `is_watching`, `marker_seconds` and `look_seconds` are as for `plan_incremental`.
 
     Raises:
         SchemaChanged: the checkpoint, or the rules of the request, do not fit the base.

@@ -245,8 +245,9 @@ def _merger(
 ) -> tuple[DeltaMerger, Publication]:
     """Return the writer of a merged delta, and the publication to be made; nothing is written yet.
 
-    The writer makes the delta in `directory`. Of the deltas `run`, only headers and descriptions are read:
-    CheckpointError or OSError if they are damaged or cannot be read; DeltaGap if `run` has gaps.
+    The writer makes the delta in `directory`, by tasks as `jobs` says. Of the deltas `run`, only headers and
+    descriptions are read: CheckpointError or OSError if they are damaged or cannot be read; DeltaGap if `run`
+    has gaps.
     """
     from exporter.delta.merge_deltas import DeltaMerger  # late: of the deltas that are tidied few are merged
     from exporter.pipeline.restoration import packing_of

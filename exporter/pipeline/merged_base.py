@@ -215,14 +215,14 @@ def write_again(
     write_files(of, base, chain, place, step, mapped_id, bundle, record.task_bytes, runner, progress)
 
 
-_MOST_TASKS = 1 << 20
+_MOST_TASKS = 1 << 20  # a manifest from a store must not ask for a task a byte
 
 
 def _record(model: Path, parts: Sequence[Path], task_bytes: int) -> MergedFrom | None:
     """Return the record of the parts of a merged base: their paths below `model`, and manifests' digests.
 
-    `parts` are the directories of a base and of deltas. None for a base alone. Raises OSError or
-    CheckpointError if a manifest cannot be read.
+    `parts` are the directories of a base and of deltas; the size of a task is recorded, too, as it decides
+    the bytes. None for a base alone. Raises OSError or CheckpointError if a manifest cannot be read.
     """
 
     def part(path: Path) -> MergedPart:
@@ -254,10 +254,11 @@ def _write_merged(
 ) -> tuple[Catalog, int, Mapping[str, HotTable]]:
     """Write a base's variables with deltas on top into `bundle`, and append its hot rows again.
 
-    Returns the new catalog, the number of tasks, and tables with hot rows by name. `position` is the end of
-    the deltas; `runner` returns the runner for a number of tasks. Raises VerificationError if the base is
-    damaged, CheckpointError if a delta is, NotServable if a tensor has a name that hot rows need,
-    EngineFailed or UsageError from the engine, PublishError or OSError if files cannot be read or written.
+    Returns the new catalog, the number of tasks, and tables with hot rows by name. `merger` writes the
+    variables; `position` is the end of the deltas; `runner` returns the runner for a number of tasks. Raises
+    VerificationError if the base is damaged, CheckpointError if a delta is, NotServable if a tensor has a
+    name that hot rows need, EngineFailed or UsageError from the engine, PublishError or OSError if files
+    cannot be read or written.
     """
     with ExitStack() as stack, progress("merging", merger.bytes_) as bar:
         try:

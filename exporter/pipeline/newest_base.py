@@ -229,9 +229,10 @@ def entry_with_origin(staged: Staged) -> BaseEntry | None:
 
 
 def note_sources(planned: Plan, published: PublishedVersion, entry: BaseEntry) -> None:
-    """Write caches beside the log: the paths of the graph's files, and that tables' indexes are verified.
+    """Write caches beside a new log: the paths of its graph's files, and that tables' indexes are verified.
 
-    A failure to write them is ignored.
+    `published` is the log's base, `entry` the base's entry in the manifest. A failure to write them is
+    ignored.
     """
     log = log_path(planned.request.out, entry.log)
     places = {asset.file_name: asset.source for asset in planned.graph.assets}

@@ -71,7 +71,9 @@ class Proposal(Struct, frozen=True):
         return " ".join(words)
 
     def request(self, ckpt_dir: Path, out: Path) -> ExportRequest:
-        """Return the proposed export as a request without a model: exports find the graph themselves.
+        """Return the proposed export of `ckpt_dir` to `out` as a request without a model.
+
+        Exports find the graph themselves.
 
         If the proposal is a builder, the request does not name it.
         """
@@ -158,9 +160,9 @@ def _with_options(found: Proposal, options: list[tuple[str, str]]) -> Proposal:
 def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
     """Plan the proposal, and return it with the options that a plan's errors ask for, or a builder instead.
 
-    At most eight plans are made, each with the options for which the previous plan's error asks; nothing is
-    kept of them. A builder is returned if that does not help: the last error is its `refused`. Raises
-    CheckpointError or OSError of a plan at once.
+    `ckpt_dir` is the checkpoint's directory. At most eight plans are made, each with the options for which
+    the previous plan's error asks; nothing is kept of them. A builder is returned if that does not help: the
+    last error is its `refused`. Raises CheckpointError or OSError of a plan at once.
     """
     from exporter.pipeline.full_plan import plan  # late: a checkpoint alone needs none of it
 

@@ -81,6 +81,7 @@ def rebase(
 def _planned(log: DeltaLog, jobs: Jobs) -> Rebased:
     """Return the plan of a new base, now; the deltas are checked, the base's values are not read.
 
+    `jobs` has the size of a task, by which their number is computed.
     Raises NotFinite if the model would refuse the values, VerificationError or CheckpointError if a delta is
     damaged, PositionError if deltas are missing, VersionExists or PositionError if no position is left.
     """

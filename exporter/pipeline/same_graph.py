@@ -196,7 +196,10 @@ def _check_built(log: DeltaLog, origin: GraphOrigin, asked: GraphRequest) -> Sam
 
 
 def _require_meant(asked: GraphRequest) -> None:
-    """Raise UsageError if the model is a Python file without its function: a new base would not help."""
+    """Raise UsageError if the model of `asked` is a Python file without its function.
+
+    A new base would not help then.
+    """
     from exporter.graph.load import require_function_named  # late: most deltas compare and find no difference
 
     if isinstance(asked.model, str):
@@ -217,8 +220,9 @@ def _source_files(
 ) -> tuple[SourceFiles, list[str]]:
     """Return the record of the requested graph's files, and the differences of a finished graph, as texts.
 
-    A finished graph is a file or directory, not a builder; of a builder, and of the base's own graph, the
-    list is []. A file that the operating system refuses to read is a difference, too.
+    `origin` is the base's record of its graph, `asked` the requested graph, `before` the record of files
+    beside the log. A finished graph is a file or directory, not a builder; of a builder, and of the base's
+    own graph, the list is []. A file that the operating system refuses to read is a difference, too.
 
     Raises:
         UsageError: the graph's file does not exist.
@@ -248,7 +252,8 @@ def _compare_finished(
 ) -> tuple[SourceFiles, list[str]]:
     """Compare a finished graph whose bytes differ from the base's, but which may be the same inference graph.
 
-    Returns the record of its files, and the differences as texts; [] if there are none. A graph that cannot
+    `origin` is the base's record of its graph, `asked` the requested graph, `files` the record so far.
+    Returns the record with its files, and the differences as texts; [] if there are none. A graph that cannot
     be loaded is a difference. Raises TensorFlowNeeded for a model that an archive describes, if TensorFlow is
     not installed.
     """
@@ -265,9 +270,9 @@ def _compare_built(
 ) -> tuple[SourceFiles, list[str]]:
     """Load the requested inference graph; return the record with its files, and differences from the base.
 
-    `files` is the record so far. The differences, of the graph or its files, are texts; [] if there are none.
-    A builder runs. Raises UsageError, GraphError, CheckpointError, TensorFlowNeeded or OSError if the graph
-    cannot be loaded.
+    `origin` is the base's record of its graph, `asked` the requested graph, `files` the record of files so
+    far. The differences, of the graph or its files, are texts; [] if there are none. A builder runs. Raises
+    UsageError, GraphError, CheckpointError, TensorFlowNeeded or OSError if the graph cannot be loaded.
     """
     from exporter.graph.load import clean, load_source
 

@@ -56,9 +56,10 @@ def lay_chosen_rows(staged: Staged) -> None:
 def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
     """Return a function that yields the numbers of a table's hot rows, hottest first, in blocks.
 
-    Of a table by keys, counts or the file's keys are read now: CheckpointError or OSError if they cannot be.
-    Of another table, the file is read while the blocks are iterated: UsageError for a row that the table does
-    not have, CheckpointError or OSError if the file cannot be read.
+    `choice` says which rows of the table `source` are hot. Of a table by keys, counts or the file's keys are
+    read now: CheckpointError or OSError if they cannot be. Of another table, the file is read while the
+    blocks are iterated: UsageError for a row that the table does not have, CheckpointError or OSError if the
+    file cannot be read.
     """
     rows, file = source.tensor.shape[0], choice.file
     if choice.table is not None:

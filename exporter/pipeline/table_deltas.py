@@ -29,7 +29,7 @@ class TableChanges(Struct, frozen=True):
 
 
 def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
-    """Return the schema without the variables of dynamic tables."""
+    """Return the schema without the variables of dynamic tables, as `mapping_spec` lists them."""
     if not mapping_spec.dynamic:
         return schema
     others = {key for table in mapping_spec.dynamic for key in table.keys}

@@ -195,10 +195,11 @@ def follow(
 ) -> Iterator[T]:
     """Look repeatedly until the watch ends, and yield each look's publication.
 
-    Nothing is done before the first item is asked for. `tell` gets each error that the watch survives, the
-    same message once in a row; `looked` the error of each look, or None, after its publication was yielded;
-    `ended` the reason why it ends, unless an error ends it. `clock` returns seconds, and `sleep` waits for a
-    number of seconds. When the time is over, there is one last look.
+    `watching` has the pauses and the limits that end the watch. Nothing is done before the first item is
+    asked for. `tell` gets each error that the watch survives, the same message once in a row; `looked` the
+    error of each look, or None, after its publication was yielded; `ended` the reason why it ends, unless an
+    error ends it. `clock` returns seconds, and `sleep` waits for a number of seconds. When the time is over,
+    there is one last look.
 
     Raises:
         ExportError: of a look, if only a person can repair it; or, when a limit ends the watch, the error of
