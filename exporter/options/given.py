@@ -184,7 +184,7 @@ def number(name: str, given: Any, example: str) -> float:
     """Return the value of the argument `name` as a float; `example` is the error's hint.
 
     Raises:
-        UsageError: it is not a real number, or NaN; True and False are not. Infinity may mean never.
+        UsageError: it is not a real number, as True and False are not; or it is NaN. Infinity is accepted.
     """
     if isinstance(given, bool) or not isinstance(given, Real) or math.isnan(given):
         raise wrong(name, given, "a number", example)

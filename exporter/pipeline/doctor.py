@@ -672,8 +672,7 @@ def _lately(found: VerifiedModel) -> list[DeltaEntry]:
     """Return the manifest entries of the newest deltas, oldest first: at most `LATELY`.
 
     `found` is the result of `verify_model`. Mergers, and deltas with a damaged manifest, are left out; []
-    without a log. LfsPointer if a manifest is a
-    Git LFS pointer.
+    without a log. LfsPointer if a manifest is a Git LFS pointer.
     """
     deltas = () if found.log is None else found.log.deltas
     entries: list[DeltaEntry] = []

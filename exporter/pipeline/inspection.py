@@ -34,7 +34,8 @@ def inspect(path: Path) -> Inspection:
     A URL of a store is read through a local mirror.
 
     Raises:
-        CheckpointError: nothing is there, or it is damaged.
+        CheckpointNotFound: nothing of these is there.
+        CheckpointError: it is damaged.
         GraphError: a graph has constants or operations that cannot be understood.
         UsageError: a file cannot be opened.
         VerificationError: a manifest is damaged, or a signed file differs.

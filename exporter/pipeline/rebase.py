@@ -65,6 +65,7 @@ def rebase(
         PositionError: deltas are missing, or no later position is left.
         EngineFailed: the engine of `jobs` failed.
         PositionMoved, PublishError: see errors.py; nothing was published.
+        OSError: of a `dry_run`, a file cannot be read.
     """
     permission = Permission(despite_hold)
 
