@@ -113,6 +113,7 @@ def fill(proto: Proto, array: NDArray[Any], *, as_fields: bool = False) -> None:
 
     Raises:
         ValueError: TensorFlow has no such type.
+        TypeError: an item of an array of objects is neither `str` nor `bytes`.
     """
     dtype = dtype_of(array)
     proto.dtype = dtype
@@ -121,12 +122,19 @@ def fill(proto: Proto, array: NDArray[Any], *, as_fields: bool = False) -> None:
     if not array.shape:
         proto.tensor_shape.SetInParent()
     if dtype is DType.STRING:
-        items = array.ravel().tolist()
-        proto.string_val.extend(item.encode() if isinstance(item, str) else bytes(item) for item in items)
+        proto.string_val.extend(map(_string, array.ravel().tolist()))
     elif as_fields or dtype in _UNPACKED_CONTENT:
         _fill_field(proto, dtype, array)
     else:
         proto.tensor_content = array.astype(dtype.numpy, copy=False).tobytes()
+
+
+def _string(item: object) -> bytes:
+    if isinstance(item, str):
+        return item.encode()
+    if not isinstance(item, bytes):  # bytes(3) would be three zeros
+        raise TypeError(f"{item!r:.99} is neither text nor bytes")
+    return item
 
 
 def _field(dtype: DType) -> str:

@@ -96,6 +96,14 @@ def test_text_is_sent_as_utf8() -> None:
     assert list(proto.string_val) == ["grün".encode()]
 
 
+@pytest.mark.parametrize("item", [3, np.int64(3), None, [1, 2], 1.5])
+def test_what_is_no_string_is_refused(item: object) -> None:
+    array = np.empty(1, object)
+    array[0] = item
+    with pytest.raises(TypeError, match="neither text nor bytes"):
+        fill(protos.TensorProto(), array)
+
+
 @pytest.mark.parametrize(("values", "expected"), [([], [0, 0, 0]), ([7], [7, 7, 7]), ([1, 2], [1, 2, 2])])
 def test_a_missing_tail_repeats_the_last_value(values: list[int], expected: list[int]) -> None:
     proto = protos.TensorProto(dtype=DType.INT32, int_val=values)
