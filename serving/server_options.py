@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -233,14 +234,20 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         """Return gRPC's channel arguments as pairs of name and value, in order; [] without any.
 
         A value of digits, perhaps after a minus, becomes a number. UsageError for another form than
-        NAME=VALUE.
+        NAME=VALUE, or a number that is no int32.
         """
         arguments: list[tuple[str, int | str]] = []
         for part in filter(None, (self.grpc_channel_arguments or "").split(",")):
             name, equals, value = part.partition("=")
             if not equals:
                 raise UsageError(f"--flag grpc_channel_arguments: {part!r} is not of the form NAME=VALUE")
-            arguments.append((name, int(value) if value.lstrip("-").isdecimal() else value))
+            is_number = re.fullmatch("-?[0-9]+", value) is not None
+            if is_number and not -(1 << 31) <= int(value) < 1 << 31:
+                raise UsageError(
+                    f"--flag grpc_channel_arguments: {part!r} is out of range",
+                    cause="gRPC takes numbers from -2147483648 to 2147483647",
+                )
+            arguments.append((name, int(value) if is_number else value))
         return arguments
 
     def loading(self) -> Loading:

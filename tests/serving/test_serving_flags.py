@@ -12,6 +12,7 @@ import typer
 
 from exporter.errors import UsageError
 from serving.cli import app
+from serving.server_options import ServerOptions
 from serving.stock_flags import STOCK_FLAGS, translate
 from tests.support.commands import run_app
 
@@ -107,6 +108,20 @@ def test_arguments_that_do_not_fit(arguments: tuple[str, ...], text: str) -> Non
     assert ran.code == 2, ran.err
     assert text in ran.err
     assert "hint: " in ran.err
+
+
+@pytest.mark.parametrize(
+    ("value", "sent"),
+    [("5", 5), ("-5", -5), ("--5", "--5"), ("-", "-"), ("", ""), ("\u0665", "\u0665"), ("a=b", "a=b")],
+)
+def test_values_of_grpcs_arguments(value: str, sent: int | str) -> None:
+    assert ServerOptions(grpc_channel_arguments=f"a={value}").channel_arguments() == [("a", sent)]
+
+
+@pytest.mark.parametrize("value", [1 << 31, -(1 << 31) - 1])
+def test_a_number_that_grpc_does_not_take_is_refused(value: int) -> None:
+    with pytest.raises(UsageError, match="out of range"):
+        ServerOptions(grpc_channel_arguments=f"a={value}").channel_arguments()
 
 
 def test_version() -> None:
