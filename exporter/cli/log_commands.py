@@ -346,10 +346,7 @@ def history(
 
 
 def positions(context: typer.Context, incomplete: str) -> list[str]:
-    """Return a shell's completions of a position, from the model that was typed before it; [] without one.
-
-    UsageError if the model is a malformed URL.
-    """
+    """Return a shell's completions of a position, from the model that was typed before it; [] without one."""
     words = (
         context.args
     )  # an option without its value ends Click's parsing: earlier words are still in `args`
@@ -358,10 +355,7 @@ def positions(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def states(incomplete: str) -> list[str]:
-    """Return a shell's completions of `MODEL@`: the model with each of its positions; [] before the @.
-
-    UsageError if the model is a malformed URL.
-    """
+    """Return a shell's completions of `MODEL@`: the model with each of its positions; [] before the @."""
     model, at, position = incomplete.rpartition("@")
     return [f"{model}@{each}" for each in _starting(position, _positions_of(model))] if at else []
 
@@ -373,13 +367,13 @@ def _starting(incomplete: str, found: list[str]) -> list[str]:
 def _positions_of(model: Any) -> list[str]:
     """Return the positions of a local model as text, the newest first, then tags and names as `@latest`.
 
-    Empty for a URL, None, or a model that cannot be read; UsageError for a malformed URL.
+    Empty for a URL, also a malformed one, None, or a model that cannot be read.
     """
-    if not model or Url.parse(str(model)) is not None:
-        return []
     with suppress(Exception):
         from exporter.publish.model import Model
 
+        if not model or Url.parse(str(model)) is not None:
+            return []
         found = Model.read(Path(model))
         numbers = sorted({event.position for event in found.publications}, reverse=True)
         return [

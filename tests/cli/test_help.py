@@ -153,6 +153,7 @@ def completed(directory: Path, program: str, line: str) -> list[str]:
     done = subprocess.run(
         ["bash", "--norc", "-c", ask], capture_output=True, text=True, check=True, env=path, cwd=directory
     )
+    assert done.stderr == ""
     return done.stdout.split()
 
 
@@ -173,6 +174,7 @@ def completed(directory: Path, program: str, line: str) -> list[str]:
         ("export-model", "export-model rollback nothere --to ", []),
         ("export-model", "export-model merge models/ranker --from 1", ["10"]),
         ("export-model", "export-model diff models/ranker@3", ["models/ranker@30"]),
+        ("export-model", "export-model diff s3://b/../x@", []),
         ("export-model", "export-model help del", ["deltas"]),
         ("export-model", "export-model --ckpt-dir tr", ["train"]),
         ("export-model", "export-model inspect models/r", ["models/ranker"]),
