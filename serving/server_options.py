@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _REST, _MODELS, _NETWORK, _COMPUTING = "REST, metrics, TLS", "Models", "Network", "Loading and computing"
 
+_LONGEST_INT32 = len(str(-(1 << 31)))
+
 _of_rest = partial(typer.Option, rich_help_panel=_REST)
 _of_models = partial(typer.Option, rich_help_panel=_MODELS)
 _of_network = partial(typer.Option, rich_help_panel=_NETWORK)
@@ -242,9 +244,9 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             if not equals:
                 raise UsageError(f"--flag grpc_channel_arguments: {part!r} is not of the form NAME=VALUE")
             is_number = re.fullmatch("-?[0-9]+", value) is not None
-            if is_number and not -(1 << 31) <= int(value) < 1 << 31:
+            if is_number and (len(value) > _LONGEST_INT32 or not -(1 << 31) <= int(value) < 1 << 31):
                 raise UsageError(
-                    f"--flag grpc_channel_arguments: {part!r} is out of range",
+                    f"--flag grpc_channel_arguments: {part[:80]!r} is out of range",
                     cause="gRPC takes numbers from -2147483648 to 2147483647",
                 )
             arguments.append((name, int(value) if is_number else value))
