@@ -44,12 +44,13 @@ class Audited(Struct, frozen=True):
 def audit(
     client: ModelClient, model: Path, action: Audit, count: int, suspects: Collection[Chunk] = ()
 ) -> Audited:
-    """Compare `count` random chunks of a version at a position, and the `suspects`, which differed before.
+    """Compare random chunks of a served version with the published files, and return the result.
 
-    `model` is the model's directory, `action` has the version, its position and lineage. All chunks are
-    compared if there are fewer; suspects that the log lacks are ignored. Files that cannot be read, another
-    lineage, a server without digests, and a replica that moved give a result with `skipped`. CallFailed if
-    the server does not respond or refuses.
+    `count` random chunks are compared, all if there are fewer, and the `suspects`, chunks that differed
+    before; suspects that the log lacks are ignored. `client` is of the server, `model` is the model's
+    directory, `action` has the version, its position and lineage. If the files cannot be read, the log has
+    another lineage, the version has no digests, or the replica moved, the result has the reason in `skipped`.
+    CallFailed if the server does not respond or refuses.
     """
     if SIGNATURE not in client.metadata(action.version).signatures:
         return Audited(

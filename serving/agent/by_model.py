@@ -8,9 +8,11 @@ from exporter.errors import UsageError
 
 
 def by_model(option: str, texts: Iterable[str], models: Collection[str]) -> dict[str, str]:
-    """Return the values of `option`, given as `[NAME=]VALUE`, by model; with one model NAME may be left out.
+    """Return the values of a repeatable option by the model's name; a model without a value is left out.
 
-    The text before the first = is a name, unless it has a slash. A model without a value is left out.
+    `option` is the option's name; `texts` are the given values, `[NAME=]VALUE`, and `models` the names of
+    all models. The text before the first = is a name, unless it has a slash. With one model NAME may be left
+    out.
 
     Raises:
         UsageError: a value names none of these models, or two name the same one.

@@ -119,10 +119,10 @@ def decide(
 ) -> tuple[Action, Trial | None]:
     """Return the next action, and the trial from now on, None if there is none; see the module's table.
 
-    `replicas` are by address; `trial` is the one returned last; `now` is in monotonic seconds. `patience_s`
-    is the time that a replica may take to pass the hold; `knows` is True if the responses at the approved
-    position are known, or cannot be learnt; `hangs` is True if the replica on trial accepts calls and does
-    not answer them.
+    `log` is the newest published log, `replicas` are by address; `trial` is the trial that the last call
+    returned; `now` is in monotonic seconds. `patience_s` is the time that a replica may take to pass the
+    hold; `knows` is True if the responses at the approved position are known, or cannot be learnt; `hangs` is
+    True if the replica on trial accepts calls and does not answer them.
     """
     replicas = dict(sorted(replicas.items()))
     if log.limit is None:
@@ -179,13 +179,14 @@ def _were_asked(replicas: Mapping[str, Observed]) -> bool:
 
 
 def _begin(log: Log, replicas: Mapping[str, Observed], trial: Trial | None) -> Action:
-    """Return an approval of the position for the first hold: the greatest that a replica serves.
+    """Return the action for a log without a hold: approve the greatest position that a replica serves.
 
-    Without one it is the position at which the trial began, else the base's.
+    The replica on trial does not count: if an operator lifted the hold during a trial, that does not approve
+    its position. If no other replica reports a position, the position at which the trial began is approved,
+    or without a trial (None) the base's.
 
-    It is Idle while a replica was not asked yet, and if none reports a position, one does not respond and
-    none is loading. If an operator lifted the hold during a trial, that does not approve the position of the
-    replica on trial.
+    The action is Idle if there are no replicas or one was not asked yet; also, without a trial, if none
+    reports a position, one does not respond, and none is loading.
     """
     if not replicas or not _were_asked(replicas):
         return Idle("some replicas have not been asked yet")
@@ -224,8 +225,7 @@ def _send(
     *,
     hangs: bool,
 ) -> tuple[Action, Trial | None]:
-    """Choose the replica that goes first, or keep the chosen one; return the action and the trial from now
-    on.
+    """Choose or keep the replica that goes first; return the action and the trial from now on.
 
     `log` is without the canary's hold; `able` are the addresses of the replicas that can take a delta beyond
     `approved`, in order; `now`, `patience_s` and `hangs` are as for `decide`. The action is Go, Idle while
@@ -262,7 +262,8 @@ def _send(
 def _lose(trial: Trial, now: float, *, is_dead: bool) -> Trial:
     """Return the trial without its replica, whose time has ended; `_send` then chooses the next one.
 
-    The replica is added to `lost`, and to `dead` if `is_dead`; otherwise `dead` becomes empty.
+    The replica is added to `lost`, and to `dead` if `is_dead`; otherwise `dead` becomes empty. The next one's
+    time begins at `now`.
     """
     dead = tuple(dict.fromkeys((*trial.dead, trial.address))) if is_dead else ()
     return replace(trial, address="", began=now, lost=(*trial.lost, trial.address), dead=dead)
@@ -295,6 +296,6 @@ def _never_took(address: str, replicas: Mapping[str, Observed], approved: int) -
 
 
 def _can_pass(log: Log, position: int, approved: int, refused: Collection[Span]) -> bool:
-    """Return True if deltas from `position`, without the `refused` ones, lead beyond `approved`."""
+    """Return True if published deltas, except the `refused` ones, lead from `position` beyond `approved`."""
     way = log.reach(position, without=refused)
     return bool(way) and way[-1].end > approved

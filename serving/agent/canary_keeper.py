@@ -144,11 +144,10 @@ class Canary:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Return a sentence for each golden output of numbers: its mean at the last two positions with known
-        answers.
+        """Return a sentence for each golden output of numbers: its mean at the last two known positions.
 
-        Empty if fewer than two positions have known answers. Outputs that the earlier answer lacks, and empty
-        ones, are left out.
+        Known are positions with answers; the result is empty if there are fewer than two. Outputs that the
+        earlier answer lacks, and empty ones, are left out.
         """
         known = list(self._answers.items())
         if len(known) < 2:
@@ -162,11 +161,10 @@ class Canary:
         )
 
     def allowed(self, address: str, published: Model) -> Model:
-        """Return the published logs, the newest one limited to the position up to which a replica may apply
-        deltas.
+        """Return `published`, with its newest log limited to the position that a replica may reach.
 
-        Before the first hold it may apply none (-1). An operator's hold, or a model without a log, is
-        returned unchanged.
+        `address` is the replica's. Before the canary's first hold it may apply no delta (limit -1). With an
+        operator's hold, or without a log, `published` is returned unchanged.
         """
         newest = published.newest_log
         if newest is None or (newest.limit is not None and not newest.is_canary):
@@ -206,8 +204,10 @@ class Canary:
             client.close()
 
     def _lead(self) -> None:
-        """Decide until stopped, until the directory cannot be read, or until no replica could go first for
-        `patience_s`.
+        """Decide until stopped, the directory cannot be read, or no replica could go first for `patience_s`.
+
+        UsageError or LfsPointer if a file for TLS or the token cannot be used; OSError if the model's lock
+        cannot be opened, or the process of a rollback not be started.
         """
         stuck_since: float | None = None
         while not self._stop.is_set() and not self.publications.current.problem:
@@ -224,7 +224,10 @@ class Canary:
     def _step(self) -> float:
         """Decide and act once, which may call servers, move the hold or roll back.
 
-        Returns the seconds to sleep afterwards unless something changes; 0 to go on at once.
+        Returns the seconds to sleep afterwards unless something changes; 0 to go on at once. A failed call,
+        approval or rollback is not an exception. UsageError or LfsPointer if a file for TLS or the token
+        cannot be used; OSError if the model's lock cannot be opened, or the process of a rollback not be
+        started.
         """
         log = self.publications.current.newest_log
         if log is None:
@@ -263,12 +266,12 @@ class Canary:
                 return self._roll_back(log, to, reason)
 
     def _hangs(self) -> bool:
-        """Ask the replica that goes first for its state, at most once a second; True if it does not answer in
-        5 s.
+        """Ask the replica that goes first for its state; return True if it does not answer in 5 s.
 
-        That is also reported as an event. The replica's own thread waits meanwhile for the update, whose
-        deadline grows with the deltas; a server reports its state during any update. False if no replica goes
-        first, if it was asked within the last second, or if the server refuses or is down.
+        It is asked at most once a second; that it does not answer is also reported as an event. The replica's
+        own thread waits meanwhile for the update, whose deadline grows with the deltas; a server reports its
+        state during any update. False if no replica goes first, if it was asked within the last second, or if
+        the server refuses or is down. UsageError or LfsPointer if a file for TLS or the token cannot be used.
         """
         _, action = self.current or ("", None)
         if not isinstance(action, Go) or time.monotonic() < self._asked_at + _ASK_S:
@@ -301,9 +304,11 @@ class Canary:
                 self._report(EventKind.CANARY_STUCK, reason)
 
     def _learn(self, log: Log, address: str, version: int, position: int) -> bool:
-        """Ask a replica for its answers at the approved position and keep them; True if they are known now.
+        """Ask a replica for its answers at the approved position and keep them; False if it has none.
 
-        Answers that fail the gates are reported as an event once, and set `failing`.
+        The first answers of a new log are also compared with the last ones of the previous log. `failing`
+        becomes a summary of the gates that the answers fail; if these are other gates than at the last call,
+        they are reported as an event. UsageError or LfsPointer if a file for TLS or the token cannot be used.
         """
         answers = self._ask(log, address, version, position)
         if answers is None:
@@ -355,11 +360,12 @@ class Canary:
         return self._approve(log, action.approved, action.position, why)
 
     def _ask(self, log: Log, address: str, version: int, position: int) -> tuple[Answer, ...] | None:
-        """Return a replica's answers at a position; None if it is gone or has moved, which its own thread
-        will notice.
+        """Send the golden requests to a replica at a position; return its answers, or None without any.
 
-        None, too, while a replica reports its position but does not answer: the caller asks again until
-        `patience_s` is over; then it counts as refusing all requests.
+        None if it is gone or has moved, which its own thread will notice. None, too, while a replica reports
+        its position but does not answer the requests: the caller asks again until `patience_s` is over; then
+        it counts as refusing all requests. UsageError or LfsPointer if a file for TLS or the token cannot be
+        used.
         """
         client = self._client(address)
         answers: tuple[Answer, ...] = ()
@@ -475,9 +481,9 @@ class Canaries:
         self.of: dict[str, Canary] = {}
 
     def allowed(self, model: str, address: str, published: Model) -> Model:
-        """Return the published logs, limited to what the replica at `address` may apply.
+        """Return the published logs, limited to the deltas that the replica at `address` may apply.
 
-        These are all for a model without a canary, and none before its canary has started.
+        For a model without a canary these are all; before its canary has started there are none.
         """
         if model not in self._rules:
             return published
@@ -490,7 +496,8 @@ class Canaries:
     ) -> Iterator[None]:
         """Run a thread for each model's canary inside the block; at its end each has up to a second to end.
 
-        `replicas` returns a model's replicas by address, given its name.
+        `publications` are those of all models; `replicas` returns a model's replicas by address, given its
+        name.
         """
         stop = threading.Event()
         for one in publications:
@@ -513,7 +520,7 @@ class Canaries:
                 thread.join(1.0)
 
     def _hear(self, event: AgentEvent) -> None:
-        """Wake the canary of the event's model if the event may change what it decides."""
+        """Wake the canary of the event's model if the event may change its decision."""
         if event.what in _NEWS and event.model in self.of:
             self.of[event.model].publications.wake()
 
@@ -521,8 +528,9 @@ class Canaries:
 def _run_rollback(model: Path, to: int, reason: str) -> subprocess.CompletedProcess[str]:
     """Run this installation's rollback command and wait for its end; the result has its exit code and output.
 
-    `to` is the position whose values are published again. A failed rollback is not an exception; OSError if
-    the process cannot be started. The working directory does not matter.
+    `model` is the model's directory, `to` the position whose values are published again, `reason` is kept
+    with them. The command fails if no canary's hold is at `to`. A failed rollback is not an exception;
+    OSError if the process cannot be started. The working directory does not matter.
     """
     import exporter
 
@@ -550,16 +558,16 @@ def canary_rules(
     deadline_s: float,
     access: ServerAccess,
 ) -> dict[str, CanaryRules]:
-    """Return the rules of each model that has a canary; `options` are `[NAME=]FILE`, with the golden
-    requests.
+    """Read the files of golden requests; return the rules of each model that has a canary, by its name.
 
-    NAME may be left out if there is one model. `models` has the directories. `drift` is the limit of `Gates`;
-    `patience_s` limits a canary's time to go first, `deadline_s` each call.
+    `options` are `[NAME=]FILE`; NAME may be left out if there is one model. `models` has the directories.
+    `drift` is the limit of `Gates` (None: no limit); `patience_s` limits a canary's time to go first,
+    `deadline_s` each call; `access` has the files for TLS and a token.
 
     Raises:
-        UsageError: a file cannot be read or does not fit the published version, a model is unknown, or its
-            directory is not writable.
-        LfsPointer: a file is a pointer of Git LFS.
+        UsageError: a file cannot be read or does not fit the published version, a model is unknown or named
+            twice, or its directory is not writable.
+        LfsPointer: a file, or the graph of the published version, is a pointer of Git LFS.
     """
     rules: dict[str, CanaryRules] = {}
     for name, file in by_model("--canary", options, models).items():
@@ -572,7 +580,8 @@ def canary_rules(
 def _check_published(name: str, model: Path, requests: Sequence[GoldenRequest]) -> None:
     """Raise UsageError if a model cannot be written, or the requests do not fit its newest version.
 
-    A model that does not exist yet, or cannot be read, passes.
+    UsageError, too, if that version has no readable graph; LfsPointer if the graph is a pointer of Git LFS. A
+    model that does not exist yet, or whose versions cannot be listed, passes. `name` is for errors.
     """
     if not model.is_dir():
         return

@@ -52,10 +52,12 @@ class Changes:
         journal.read_by(self._hear)
 
     def look(self, view: FleetView) -> None:
-        """Write an event for each finding that the last look had, too, and that is not yet reported.
+        """Write an event for each finding of `view` that the last look had, too, if it is not yet reported.
 
-        A finding that has disappeared is reported again when it returns. No event is written of a rollback
-        that another thread has reported within the last 60 s.
+        Only findings with a kind of event count. A finding that has disappeared is reported again when it
+        returns. No event is written of a rollback that another thread has reported within the last 60 s.
+        CheckpointError if a command for a finding needs the newest manifest, which is a pointer of Git LFS;
+        UsageError if trusted keys cannot be read.
         """
         models = {model.name: model for model in view.models}
         found = {

@@ -190,10 +190,10 @@ def line(
 
 
 def _bars(points: Sequence[tuple[float, float]], top: float) -> str:
-    """Return the SVG path of a bar for each (x, value), from the lower edge; a bar of `top` has the full
-    height.
+    """Return the SVG path of a bar for each (x, value) of `points`, from the lower edge.
 
-    A bar of a small value is still visible.
+    A bar of `top` has the full height; a bar of a small value is still visible. If `top` is 0, all bars are
+    as low as that.
     """
     full = HEIGHT - _EDGE
     heights = (

@@ -86,10 +86,9 @@ class EventCommand:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run commands in a thread inside the block; at its end the running one is ended, and no other
-        begins.
+        """Run commands in a thread inside the block; at its end, end the running one and begin no other.
 
-        It waits up to 4 seconds for that.
+        The end of the block waits for that, up to 4 seconds.
         """
         thread = threading.Thread(target=self._follow, name="on-event", daemon=True)
         thread.start()
@@ -147,8 +146,9 @@ def environment(event: AgentEvent) -> dict[str, str]:
 
 
 def _variable(text: str) -> str:
-    """Return a text as an environment variable can hold it: without NUL, encodable, of at most 4096
-    characters; a longer text is cut.
+    """Return a text as an environment variable can hold it: without NUL, encodable, not too long.
+
+    Of more than 4096 characters only the first 4096 remain.
     """
     return text.replace("\0", "").encode(errors="replace").decode()[:_LONGEST_VALUE]
 
@@ -161,9 +161,10 @@ def _give(process: subprocess.Popen[bytes], document: bytes) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and all that it has started, except processes in other sessions, and wait for it.
+    """End a command and the processes that it has started, except those of other groups, and wait for it.
 
-    It sends SIGTERM, and SIGKILL to what is left after the command's end, or after 2 seconds.
+    It sends the command's process group SIGTERM; after the command's end, or after 2 seconds, it sends the
+    rest SIGKILL.
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)

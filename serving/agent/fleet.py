@@ -71,8 +71,8 @@ class Targets:
 def _all_addresses(target: str) -> tuple[str, ...]:
     """Return the addresses of a name with ports, sorted: all IPv4 ones, or else all IPv6 ones.
 
-    A replica with both must not count twice. OSError or UnicodeError if the name does not resolve; UsageError
-    if `target` is not `dns:///NAME[:PORT]`.
+    A replica with both must not count twice. Empty if the name has neither. OSError or UnicodeError if the
+    name does not resolve; UsageError if `target` is not `dns:///NAME[:PORT]`.
     """
     host, port = _host_and_port(target)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -167,7 +167,7 @@ class Fleet:
     def resolve(self) -> None:
         """Resolve the targets again: start replicas for new servers, end those whose servers are gone.
 
-        Names that did not resolve are reported as events when they change.
+        If the names that do not resolve, or the reasons, have changed, each is reported as an event.
         """
         found = self._targets.resolve()
         if found.problems != self._resolved.problems:
