@@ -208,7 +208,9 @@ def archive_builder(
 
     Raises:
         UsageError: the archive has weights alone, or one of the modules cannot be imported.
-        BuilderError: its Keras is not installed, its config is not JSON, or it mixes Keras 2 and 3.
+        ModuleNotFoundError: TensorFlow is not installed.
+        BuilderError: its Keras is not installed or cannot be imported, its config is not JSON, or it mixes
+            Keras 2 and 3.
         CodeRefused: it names code that is not allowed, or its config is nested more than 200 deep.
         AccessRefused: it names a file that it may not read.
         UnsafeArchive: it names a pipe or a device for a layer to read.
@@ -493,16 +495,21 @@ def _load_vocabularies(label: str, model: Any, keras: Any, directory: Path) -> N
 def _keras(described: ModelConfig) -> Any:
     """Import and return the Keras that wrote a config: tf_keras for Keras 2, else keras.
 
-    BuilderError if it is not installed.
+    BuilderError if it is not installed, or cannot be imported; ModuleNotFoundError if TensorFlow is missing.
     """
     name = "tf_keras" if described.keras_version.startswith("2.") else "keras"
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if missing == "tensorflow":
+            raise
+        why = "is not installed" if missing == name else "cannot be imported"
+        wanted = (missing or name).replace("_", "-")
         raise BuilderError(
-            f"the model was saved by Keras {described.keras_version}, and {name} is not installed",
+            f"the model was saved by Keras {described.keras_version}, and {name} {why}",
             cause=str(error),
-            hint=f"pip install {name.replace('_', '-')}, or name a builder: --model pkg.mod:fn",
+            hint=f"pip install {wanted}, or name a builder: --model pkg.mod:fn",
         ) from error
 
 

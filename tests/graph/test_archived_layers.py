@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +20,34 @@ from exporter.errors import CorruptFile
 from tests.support.archives import keras_archive, weights_file
 from tests.support.commands import export_model
 from tests.support.served_weight_norm import WeightNorm
+
+_IMPORTED = """
+import sys
+from pathlib import Path
+sys.modules[sys.argv[2]] = None
+from exporter.graph.archived_model import archive_builder
+try:
+    archive_builder(Path(sys.argv[1]))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+"""An archive is opened where a module is missing."""
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("keras", "BuilderError the model was saved by Keras 3.*, and keras is not installed"),
+        ("tensorflow", "ModuleNotFoundError .*tensorflow"),  # reported as TensorFlowNeeded
+        ("rich", "BuilderError the model was saved by Keras 3.*, and keras cannot be imported"),
+    ],
+)
+def test_a_keras_that_lacks_something_is_not_called_missing(tmp_path: Path, missing: str, said: str) -> None:
+    keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]).save(tmp_path / "m.keras")
+    command = [sys.executable, "-c", _IMPORTED, str(tmp_path / "m.keras"), missing]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.match(said, found.stdout), found.stdout
+
 
 KERASES = pytest.mark.parametrize("kind", [keras, tf_keras], ids=["keras", "tf-keras"])
 X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
