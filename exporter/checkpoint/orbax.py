@@ -248,7 +248,7 @@ def read_orbax(path: Path) -> Catalog:
 def _read(path: Path) -> Catalog:
     items = list(_items(path))
     if not items:
-        raise CheckpointNotFound(f"{path} is no Orbax checkpoint, or is not finished")
+        raise CheckpointNotFound(f"{path} is not an Orbax checkpoint, or is not finished")
     stored = _stored_bytes(path)
     found: dict[str, TensorRef] = {}
     skipped: list[str] = []

@@ -188,7 +188,7 @@ def _decoded(text: bytes, type_: Any, path: Path, what: str) -> Any:
     try:
         return decode(text, type_, path.name, written=lambda _: b"")
     except DocumentError as error:
-        raise CorruptFile(f"{path} is no {what}", cause=str(error)) from None
+        raise CorruptFile(f"{path} is not a {what}", cause=str(error)) from None
 
 
 def _tensor(name: str, entry: _Entry, values: FileRange) -> TensorRef:

@@ -207,7 +207,7 @@ def endpoint_of(text: str) -> tuple[str, int] | None:
         return None
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not port.isascii() or int(port) > 65535:
-        raise UsageError(f"--metrics-port {text} is no port", hint="as in 8601, or 0.0.0.0:8601")
+        raise UsageError(f"--metrics-port {text} is not a port", hint="as in 8601, or 0.0.0.0:8601")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 

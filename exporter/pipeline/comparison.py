@@ -429,7 +429,7 @@ def parse_side(text: str) -> ComparedState:
         if named is not None and not path.exists():
             model = Path(named[0])
             if not named[1].isdecimal() and newest_version(model) is None:
-                raise UsageError(f"{text!r}: expected MODEL@POSITION", cause=f"{model} is no model")
+                raise UsageError(f"{text!r}: expected MODEL@POSITION", cause=f"{model} is not a model")
             return _of_model(model, resolve_position(named[1], model), text)
     if index_path(path / VARIABLES_PREFIX).exists():
         return _of_catalog(without_layout(read_catalog(path / VARIABLES_PREFIX)), text)

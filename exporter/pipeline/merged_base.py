@@ -199,7 +199,7 @@ def write_again(
     log = log_path(model, base.entry.log)
     chain = tuple(LogDelta(log, *each[1:]) for each in named if each is not None)
     if not chain or [model / each.path for each in record.parts] != [base.path, *(d.path for d in chain)]:
-        raise ManifestError("the base was merged from what is no log")
+        raise ManifestError("the base was merged from what is not a log")
     size = base.manifest.bytes_ + sum(delta.manifest.bytes_ for delta in chain)
     if size > record.task_bytes * _MOST_TASKS:
         raise ManifestError(f"{size} bytes are divided into tasks of {record.task_bytes}")

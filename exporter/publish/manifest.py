@@ -664,7 +664,7 @@ def _created(text: str) -> datetime:
     try:
         return datetime.fromisoformat(text.removesuffix("Z") + "+00:00")  # Python 3.10 does not take the Z
     except ValueError as exc:
-        raise DocumentError(f"created is {text!r}, which is no time") from exc
+        raise DocumentError(f"created is {text!r}, which is not a time") from exc
 
 
 def is_inside(path: str) -> bool:

@@ -112,7 +112,7 @@ def _made(source: TensorSource, tensors: Mapping[str, Stored]) -> Iterator[tuple
     for variable in source.variables:
         if variable.full_shape != whole.full_shape or not _is_inside(variable.box):
             raise DocumentError(
-                f"manifest.incremental.recipe: {variable.served_name!r} is no part of {found}"
+                f"manifest.incremental.recipe: {variable.served_name!r} is not a part of {found}"
             )
         yield variable.served_name, Stored(label, _shape(source, variable.box))
 

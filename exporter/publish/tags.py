@@ -233,7 +233,7 @@ def require_tag_name(name: str, model: Path | None = None) -> None:
         raise UsageError(
             f"{str(name)[:80]!r} cannot be the name of a tag",
             cause="a tag has up to 64 of the characters a-z, 0-9, '.', '_' and '-', begins with one of the "
-            "first two kinds, and is no number and no time",
+            "first two kinds, and is neither a number nor a time",
             hint=_instead(str(name), model),
         )
 

@@ -213,7 +213,7 @@ def require_base_path(model: Path) -> None:
                 raise inside_a_model(model, inner.parent)
     if not _is_model(model) and (found := models_in(model)):
         raise UsageError(
-            f"{model} is no model: it holds {', '.join(found[:_MOST_SHOWN])}",
+            f"{model} is not a model: it holds {', '.join(found[:_MOST_SHOWN])}",
             cause="each model has a directory of its own, which servers are given",
             hint=f"name the model, as {quoted(model / found[0])}, or a new one beside it",
         )
@@ -549,7 +549,7 @@ def pinned_identity(model: Path) -> str | None:
     Raises:
         NotTrusted: the file cannot be read, or does not hold an identity.
     """
-    path, cause = model / IDENTITY_FILE, "it is no identity"
+    path, cause = model / IDENTITY_FILE, "it is not an identity"
     try:
         found = read_record(path, _LONGEST_IDENTITY).decode("ascii", "replace").strip()
         if re.fullmatch(r"[0-9a-f]{16,64}", found):

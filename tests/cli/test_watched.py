@@ -199,7 +199,7 @@ def test_what_is_no_port_is_refused(text: str, tmp_path: Path) -> None:
     ran = export_model(
         "--ckpt-dir", tmp_path, "--out", tmp_path / "m", "--incr", "--watch", "--metrics-port", text
     )
-    assert (ran.code, "is no port" in ran.err) == (2, True), ran.err
+    assert (ran.code, "is not a port" in ran.err) == (2, True), ran.err
 
 
 def test_the_address_of_metrics_is_this_machine_unless_one_is_given() -> None:
