@@ -49,7 +49,7 @@ _UNREADABLE_HOLD = b"a rollback is being published\n"
 
 
 class Carrier:
-    """Publishes to a model in a store while no other process does, starting from the head it has read."""
+    """A publisher to a model in a store, which replaces the head only if it is the one that was last read."""
 
     def __init__(self, store: ObjectWriter) -> None:
         self._store, self._url, self._owner = store, store.url, secrets.token_hex(8)
@@ -66,9 +66,10 @@ class Carrier:
         """The holds that are in the store."""
 
     def look(self) -> None:
-        """Read the head, and note when another process's decision was last renewed.
+        """Read the head into `head`, and note when another process's decision was last renewed.
 
-        Raises ManifestError if the head is damaged, CheckpointError if the store cannot be read.
+        An absent head is read as an empty one. ManifestError if the head is damaged, CheckpointError if the
+        store cannot be read.
         """
         found = fetch_head(self._store)
         with self._replacing:
@@ -78,14 +79,15 @@ class Carrier:
             self._decider = deciding.owner, time.monotonic()
 
     def await_turn(self, is_ours: Callable[[Upload], bool] = lambda upload: False) -> None:
-        """Read the head once nothing is being uploaded; abandon an upload that has expired or `is_ours`.
+        """Wait until nothing is being uploaded, at most 75 s, and read the head then.
 
-        `is_ours` tells if an upload is of this process's own publications. Waits for other machines' uploads,
-        and removes a decision that has expired.
+        An upload that was not renewed for 60 s, or for which `is_ours` returns True, is abandoned: the head
+        is replaced. `is_ours` tells if an upload is of this process's own publications. A decision that has
+        expired is removed from the head.
 
         Raises:
-            PositionMoved: another machine's upload takes longer than `WAIT_SECONDS`.
-            ModelHeld: a person's decision is in progress; at once.
+            PositionMoved: another machine's upload takes longer than that.
+            ModelHeld: a person's decision is in progress; this is raised without waiting.
             ManifestError, CheckpointError, PublishError: the head is damaged, or the store cannot be read or
                 written.
         """
@@ -113,13 +115,14 @@ class Carrier:
         """Take precedence over all publishers: none of them commits anything until `end_decision`.
 
         Return True if nobody had replaced the head since it was last read. `what` names the person's command,
-        for messages of others. Writes the decision into the head. Waits for another person's decision, until
-        it ends or expires. Tries again for `DECISION_SECONDS`, because uploads and their beats replace the
-        head, too. The decision expires unless the block of `beating` renews it.
+        for messages of others. Writes the decision into the head. Waits for another person's decision until
+        it ends or expires, at most 75 s, and shows that with `progress`. Tries again for 60 s, because
+        uploads replace the head, too. The decision expires after 60 s unless the block of `beating` renews
+        it.
 
         Raises:
-            ModelHeld: another decision takes longer than `WAIT_SECONDS`.
-            PositionMoved: other publishers always replaced the head first.
+            ModelHeld: another decision takes longer than that.
+            PositionMoved: other publishers replaced the head first, each time.
             ManifestError, CheckpointError, PublishError: the head is damaged, or the store cannot be read or
                 written.
         """
@@ -153,11 +156,12 @@ class Carrier:
         return self.head.deciding is not None and self.head.deciding.owner == self._owner
 
     def end_decision(self, holds: Mapping[str, bytes] | None = None) -> None:
-        """End the decision, so that publishers continue; with `holds`, set these instead of the decision's.
+        """End the decision of this process, so that publishers continue.
 
-        `holds` has the files of holds and tags by path below the model. Raises PositionMoved if another
-        process ended the decision because it seemed abandoned, ManifestError if the head is damaged,
-        CheckpointError or PublishError if the store cannot be changed.
+        With `holds`, the store's files of holds and tags become these, content by path below the model;
+        without, they stay as the decision set them. PositionMoved if another process replaced the head
+        because the decision seemed abandoned, ManifestError if the head is damaged, CheckpointError or
+        PublishError if the store cannot be read or written.
         """
         head = self.head if holds is None else self.head.holding(holds)
         self._replace(replace(head, deciding=None))
@@ -168,10 +172,10 @@ class Carrier:
     def beating(self) -> Iterator[None]:
         """Renew the decision in a thread while the block runs, every `BEAT_SECONDS`.
 
-        This also renews uploads in progress, which use the same head. Failures to renew it are ignored. At
-        the end of the block the head is read again. Raises then PositionMoved if another process ended the
-        decision because it seemed abandoned, or publications or holds have changed meanwhile; ManifestError
-        or CheckpointError if the head is damaged or cannot be read.
+        This also renews uploads in progress, which use the same head. Failures to renew it are ignored. If
+        the block ends without an error, the head is read again: PositionMoved if another process ended the
+        decision because it seemed abandoned, or if publications or holds have changed meanwhile;
+        ManifestError or CheckpointError if the head is damaged or cannot be read.
         """
         with self._beating(self._decides_on):
             yield
@@ -179,8 +183,9 @@ class Carrier:
             raise PositionMoved(f"the decision about {self._url} was taken for abandoned")
 
     def _decides_on(self) -> bool:
-        """Read the head; return True if our decision continues, and publications and holds are unchanged.
+        """Read the head; return True if this process's decision continues, and the model is unchanged.
 
+        The model is the newest publication and the holds, compared with the head from before the call.
         ManifestError if the head is damaged, CheckpointError if the store cannot be read.
         """
         before = self.head
@@ -188,10 +193,11 @@ class Carrier:
         return self.is_deciding and self.head.is_same_model(before)
 
     def _other_decision(self) -> Decision | None:
-        """Return another process's decision from the head last read; remove an expired one from the store.
+        """Return another process's decision in the head that was last read; None if there is none.
 
-        None if there is none, or if it has expired. ManifestError if the head is damaged, CheckpointError or
-        PublishError if the store cannot be read or written.
+        A decision that was not renewed for 60 s has expired: it is removed from the store, and None is
+        returned. ManifestError if the head is damaged, CheckpointError or PublishError if the store cannot be
+        read or written.
         """
         other = self.head.deciding
         if other is None or other.owner == self._owner:
@@ -214,18 +220,21 @@ class Carrier:
     ) -> None:
         """Publish one item of a local model: upload its files, commit it in the head with `holds`, reveal it.
 
-        `holds` has the files of holds and tags by path below the model. `bar` advances by the bytes of each
-        file. Files that the store has already, `same`, are copied there. Another machine's upload is
-        abandoned; there can be one only if this process decides. The decision ends with the commit, unless
-        `ends_decision` is False. The first call tests the store, see `probe`.
+        `holds` has the content of the files of holds and tags by path below the model. `bar` advances by the
+        bytes of each file. Files that the store has already, which `same` finds, are copied there. Another
+        machine's upload is abandoned; there can be one only if this process decides. The decision ends with
+        the commit, unless `ends_decision` is False. It waits while another process decides. The first call
+        tests the store, see `probe`.
 
         An upload that fails is abandoned. If only the reveal fails, the error says that the item is
         published.
 
         Raises:
-            PositionMoved: another machine was faster, or has begun another publication at this path.
+            PositionMoved: another machine published or decided first, or has begun another publication at
+                this path.
             ManifestError, VerificationError: the head is damaged, or the local item is being removed, or its
-                files differ from its manifest.
+                files differ from its manifest; NotTrusted if keys are trusted, and none has signed it.
+            UsageError: keys are trusted, and a file of keys cannot be read.
             CheckpointError, PublishError: the store cannot be read or written.
             OSError: a local file cannot be read.
         """
@@ -268,12 +277,13 @@ class Carrier:
     def _commit(
         self, item: Item, holds: Mapping[str, bytes], upload: Upload, before: Head, *, ends_decision: bool
     ) -> None:
-        """Replace the head by one that names the upload as published; wait while another process decides.
+        """Replace the head by one that names the upload of `item` as published; first wait for decisions.
 
-        `before` is the head from before the upload; `holds` are the files of holds and tags by path below the
-        model. The decision of this process ends with it if `ends_decision`. Raises PositionMoved if the
-        deciding process changed publications, holds, or tags that `holds` change, too, or if the upload was
-        abandoned; ManifestError if the head is damaged; CheckpointError or PublishError if the store fails.
+        `before` is the head from before the upload; `holds` has the content of the files of holds and tags by
+        path below the model. With `ends_decision` the decision of this process ends in the same step.
+        PositionMoved if another process that decided changed publications, holds, or tags that `holds`
+        changes, too, or if the upload was abandoned; ManifestError if the head is damaged; CheckpointError or
+        PublishError if the store cannot be read or written.
         """
         while True:
             while self._other_decision() is not None:
@@ -307,11 +317,12 @@ class Carrier:
         return self.head.uploading == upload and self.head.is_same_model(before)
 
     def _put_files(self, model: Path, item: Item, same: StoredFiles) -> Generator[int, None, None]:
-        """Put an item's files into the store, check what is sent, and yield the size of each file in bytes.
+        """Put an item's files into the store, check the bytes sent, and yield the size of each file in bytes.
 
-        A file that represents an object which tasks wrote is copied by the store. So is a file that the store
-        has already; if the store refuses, it is uploaded. A copy takes seconds, so many are made at once.
-        `copied` grows by the bytes of files that the store had; uploaded files are added to `same`.
+        `model` is the local model. The store itself copies a file that tasks wrote there, and a file that it
+        has already, as `same` tells; if such a copy of the latter fails, the file is uploaded. A copy takes
+        seconds, so many are made at once. `copied` grows by the bytes of files that the store had; the files
+        of a version that were uploaded are added to `same`.
 
         Raises, while iterating:
             VerificationError: a file differs from the manifest.
@@ -366,12 +377,12 @@ class Carrier:
                 same.add_file(content, each)
 
     def settle(self, holds: Mapping[str, bytes], *, ends_decision: bool = True) -> None:
-        """Set the store's holds and tags to these files, by path below the model.
+        """Set the store's holds and tags to these files: `holds` has their content by path below the model.
 
-        The head is renewed even if they are set already. It is called before published items are removed. The
-        decision ends with it, unless `ends_decision` is False. Raises PositionMoved if another machine has
-        replaced the head, ManifestError if the head is damaged, CheckpointError or PublishError if the store
-        cannot be changed.
+        The head is replaced even if they are set already, so that a caller may remove published items
+        afterwards. The decision of this process ends with it, unless `ends_decision` is False. PositionMoved
+        if another machine has replaced the head, ManifestError if the head is damaged, CheckpointError or
+        PublishError if the store cannot be read or written.
         """
         self.probe()
         head = self.head.holding(holds)
@@ -379,9 +390,9 @@ class Carrier:
         self._show_holds()
 
     def with_tags(self, holds: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return these files, with the tags that other people may have set during the last upload.
+        """Return a copy of `holds`, in which tags that others set during the last upload replace its own.
 
-        `holds` has the content of files by path below the model; it is not changed.
+        `holds` has the content of the files of holds and tags by path below the model.
         """
         tags = self._tags_of_others
         if tags is None:
@@ -390,14 +401,16 @@ class Carrier:
         return {**others, TAGS_FILE: tags} if tags else others
 
     def completed(self) -> StoredModel:
-        """Return the model in the store, listed now; before, reveal what a killed process has only published.
+        """Return the model in the store, listed after all that the head names is visible there.
 
-        Holds and tags of the head that the store does not show yet are written, too.
+        A publication that a killed process has committed is revealed first; holds and tags of the head that
+        the store does not show yet are written.
 
         Raises:
             ManifestError: the head is damaged, or the pending manifest is not the one that the head names.
             PositionMoved: another manifest is in its place.
-            CheckpointError, PublishError, UsageError: as `listed`, or the store cannot be written.
+            UsageError: the URL is a version, or inside another model.
+            CheckpointError, PublishError: the store cannot be read or written.
         """
         found = self.listed()
         return self.listed() if self._complete(found) else found
@@ -405,18 +418,19 @@ class Carrier:
     def listed(self) -> StoredModel:
         """Return the model in the store, listed now, and note its holds as `shown`.
 
-        Raises CheckpointError if the store cannot be read, UsageError if the URL is not that of a model.
+        CheckpointError if the store cannot be read, UsageError if the URL is a version or inside another
+        model.
         """
         found = stored_model(self._store)
         self.shown = dict(found.holds)
         return found
 
     def holds_beside(self, stored: StoredModel) -> Mapping[str, bytes]:
-        """Return the holds to show with a listed model: the content of their files, by path below the model.
+        """Return the files of holds and tags to show with a listed model, content by path below the model.
 
-        They are the head's, or those listed if the head mentions none. While the last publication is not
-        visible yet, listed holds that the head has lifted remain, so that none is lifted too early for
-        readers.
+        They are the head's files, or the files listed in `stored` if the head does not mention holds. While
+        the last publication is not visible yet, listed holds that the head has lifted remain, so that none is
+        lifted too early for readers.
         """
         head, holds = self.head, self.head.files_beside(stored.holds)
         if holds is None:
@@ -426,6 +440,8 @@ class Carrier:
 
     def _complete(self, stored: StoredModel) -> bool:
         """Reveal the last publication if it is not visible yet; return True if `stored` is outdated then.
+
+        That listing is outdated after a change here, or if another machine has just revealed the publication.
 
         Holds and tags of the head that the store does not show yet are written, too.
 
@@ -460,18 +476,18 @@ class Carrier:
             self._is_probed = True
 
     def taken(self, *, decides: bool) -> list[str]:
-        """Return the paths, sorted, at which nothing new may be published: those of abandoned uploads.
+        """Return the paths of abandoned uploads in the head, sorted: nothing new may be published there.
 
-        With `decides`, the path of an upload in progress is one of them.
+        With `decides`, the path of an upload in progress counts, too: a decision abandons it.
         """
         upload = self.head.uploading if decides else None
         return sorted({*self.head.given_up, *([] if upload is None else [upload.path])})
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Record abandoned paths in the head, so that no publisher ever uses them.
+        """Record abandoned paths, below the model, in the head, so that no publisher ever uses them.
 
-        Raises PositionMoved if another machine has replaced the head, ManifestError if it is damaged,
-        CheckpointError or PublishError if the store fails.
+        PositionMoved if another machine has replaced the head, ManifestError if it is damaged,
+        CheckpointError or PublishError if the store cannot be read or written.
         """
         self._replace(replace(self.head, given_up=self.head.given_up | dict.fromkeys(paths, "")))
 
@@ -494,8 +510,8 @@ class Carrier:
     def _silence(self) -> float:
         """Return the seconds since the head was written, by the store's clock; 0 if there is no head.
 
-        The first call writes and removes an object, to learn the difference between the two clocks. Raises
-        CheckpointError or PublishError if the store cannot be read or written.
+        The first call writes and removes an object, to learn the difference between the store's clock and
+        this machine's. CheckpointError or PublishError if the store cannot be read or written.
         """
         if self._skew is None:
             key = self._url.key(f".probe-{self._owner}")
@@ -509,19 +525,21 @@ class Carrier:
         return 0.0 if found is None else time.monotonic() + self._skew - found.modified
 
     def _replace(self, head: Head | None = None) -> None:
-        """Replace the head that was last read or replaced; None renews the same head.
+        """Replace the store's head by `head`, if it is still the one that was last read or replaced here.
 
-        `head` and `_tag` are then the new ones. A renewal leaves out another process's expired decision.
-        Raises PositionMoved if another machine has replaced it, ManifestError if the head found in its place
-        is damaged, CheckpointError or PublishError if the store fails.
+        None writes the same head again, which renews it, without another process's expired decision. The
+        attributes `head` and `_tag` become those of the new one. PositionMoved if another machine has
+        replaced the head, ManifestError if that head is damaged, CheckpointError or PublishError if the store
+        cannot be read or written.
         """
         with self._replacing:
             self._put_head(self._alive() if head is None else head)
 
     def _alive(self) -> Head:
-        """Return the head without another process's decision, if that has expired: our beats would renew it.
+        """Return the head to renew: without another process's decision if that decision has expired.
 
-        It has expired if it was not renewed for `LEASE_SECONDS`, as far as this process has seen.
+        It has expired if it was not renewed for 60 s, as far as this process has seen. Otherwise the same
+        head is returned.
         """
         deciding, (owner, lived) = self.head.deciding, self._decider
         if deciding is None or deciding.owner == self._owner or deciding.owner != owner:
@@ -545,11 +563,11 @@ class Carrier:
 
     @contextmanager
     def _beating(self, goes_on: Callable[[], bool]) -> Iterator[_Check]:
-        """Renew the head in a thread while the block runs; yield a function that checks if it may continue.
+        """Renew the head in a thread while the block runs, every 10 s; yield a function that checks the head.
 
-        This function, and the end of the block, raise PositionMoved if the head was lost: another process
-        replaced it, and `goes_on`, which reads it again, returns False. Other failures to renew it are
-        ignored.
+        That function, and the end of a block without an error, raise PositionMoved if the head was lost:
+        another process replaced it, and `goes_on`, which reads it again, returned False. Other failures to
+        renew it are ignored. The end of the block waits for the thread.
         """
         ended, interrupted, failure = threading.Event(), threading.Event(), list[ExportError]()
 
@@ -584,7 +602,7 @@ class Carrier:
         check()
 
     def _reveal(self, item: Item) -> None:
-        """Make the publication in the head visible in the store, with the head's holds.
+        """Make `item`, the publication in the head, visible in the store, with the head's holds and tags.
 
         The store itself copies the pending manifest. If a suspended process resumes too late, another one has
         copied it, and the publication may have been removed again: the pending manifest is gone then, and the
@@ -592,7 +610,8 @@ class Carrier:
 
         Raises:
             PositionMoved: another manifest is in its place.
-            ManifestError, CheckpointError, PublishError: the head is damaged, or the store fails.
+            ManifestError: the head is damaged.
+            CheckpointError, PublishError: the store cannot be read or written.
         """
         is_late = False
         for name, content in (self.head.files_beside(self.shown) or {}).items():
@@ -612,10 +631,11 @@ class Carrier:
         self._store.delete(pending)  # last: as long as it is there, the next command reveals again
 
     def _show_holds(self, *, look_first: bool = False) -> bool:
-        """Set the holds and tags in the store to those of the newest head; return True if any was changed.
+        """Set the files of holds and tags in the store as the newest head says; return True if any changed.
 
-        `look_first`: read the head first, because another machine may not have known of holds set just now.
-        Raises ManifestError, CheckpointError or PublishError if the head is damaged or the store fails.
+        With `look_first` the head is read before, because another machine may not have known of holds set
+        just now. A head that does not mention holds changes none. ManifestError if the head is damaged,
+        CheckpointError or PublishError if the store cannot be read or written.
         """
         newest = fetch_head(self._store) if look_first else None
         head, changed = self.head if newest is None else newest[0], False
@@ -630,10 +650,10 @@ class Carrier:
         return changed
 
     def _show_hold(self, name: str, content: bytes | None) -> bool:
-        """Write a file of holds or tags into the store, or remove it if `content` is None.
+        """Write a file of holds or tags into the store, or remove it if `content` is None; return True.
 
-        Return False, without a request, if it is unchanged from `shown`, which is updated. `name` is its path
-        below the model. PublishError if the store fails.
+        False, without a request, if `shown` has this content; otherwise `shown` is updated. `name` is the
+        file's path below the model. PublishError if the store refuses it.
         """
         if self.shown.get(name) == content:
             return False
@@ -650,9 +670,9 @@ _Check = Callable[[], None]
 
 
 def _pending(path: str, digest: str) -> str:
-    """The name of a manifest's object while the item's files are uploaded.
+    """Return the name, below the model, of a manifest's object while the item's files are uploaded.
 
-    `path` is the item's below the model, `digest` the SHA-256 of the manifest, of which the name has 16
-    digits.
+    `path` is the item's path below the model, `digest` the SHA-256 of the manifest: the name ends with its
+    first 16 digits.
     """
     return f"{path}/{MANIFEST_FILE}.{digest[:16]}"

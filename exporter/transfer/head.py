@@ -81,7 +81,7 @@ class Upload(Struct, frozen=True):
 class Decision(Struct, frozen=True):
     """A person's command during which nobody else publishes: its name, the user and machine, and its start.
 
-    `owner` identifies the process: it is the `owner` of the heads that it writes.
+    `owner` identifies the process of the command, and is the `owner` of the heads that this process writes.
     """
 
     what: Text
@@ -91,7 +91,7 @@ class Decision(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """A phrase that says who decides what, and since when."""
+        """A clause for messages: the user, the command in progress, and the time of its start in UTC."""
         return f"{self.who} is at `export-model {self.what}` since {in_utc(self.when):%H:%M:%S} UTC"
 
 
@@ -146,10 +146,10 @@ class Head(Struct, frozen=True):
         return {name: content.encode("latin-1") for name, content in text.items()}
 
     def files_beside(self, shown: Mapping[str, bytes]) -> dict[str, bytes] | None:
-        """Return `hold_files`, with the store's file of tags if the head's release knows no tags.
+        """Return `hold_files`, with the file of tags in `shown` if the head's release does not know tags.
 
-        `shown` has the content of the store's files by path below the model. None if the head does not
-        mention holds.
+        `shown` has the content of the files of holds and tags in the store, by path below the model. None if
+        the head does not mention holds.
         """
         found = self.hold_files
         if found is not None and self.tags is None and TAGS_FILE in shown:
@@ -158,10 +158,7 @@ class Head(Struct, frozen=True):
 
     @property
     def paths(self) -> list[str]:
-        """The paths of the newest publication and of the upload in progress, in this order.
-
-        A missing one is left out.
-        """
+        """The paths of the newest publication and of the upload in progress, in this order; at most two."""
         coming = "" if self.uploading is None else self.uploading.path
         return [path for path in (self.path, coming) if path]
 
@@ -176,11 +173,11 @@ class Head(Struct, frozen=True):
 
 
 class Known(Head, frozen=True):
-    """A store's head as a directory remembers it.
+    """A store's head as the directory of a local model remembers it.
 
     `own` are the rollbacks and resumptions that were made in this directory and are not the store's: by path,
-    the position whose values came back. None if an earlier release wrote it. `last` is the greatest position
-    that came from the store; 0 if that is not known.
+    the position whose values came back; None if an earlier release wrote the file. `last` is the greatest
+    position that came from the store; 0 if it is not known.
     """
 
     own: dict[_Item, Count] | None = None
@@ -188,11 +185,13 @@ class Known(Head, frozen=True):
 
 
 def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
-    """The head in a store and its tag, for conditional writes; None if nothing has been published there yet.
+    """Return the head at the URL of `store`, and its tag for conditional writes; None if there is no head.
+
+    There is none before anything is published.
 
     Raises:
-        ManifestError: the object is not a head, or one of another format version.
-        CheckpointError: the store cannot be read, or the object is too long.
+        ManifestError: the object is not a head, or is of another format version.
+        CheckpointError: the store cannot be read, or the object has more than 1 MiB.
     """
     found = store.fetch(store.url.key(HEAD_FILE), _LONGEST)
     if found is None:
@@ -213,24 +212,25 @@ def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
 
 
 def files_digest(manifest: Manifest) -> str:
-    """The SHA-256 (hex) of a manifest's lists of files and tensors, so of all that readers read.
+    """Return the SHA-256 (hex) of a manifest's lists of files and tensors.
 
-    The time and the reason in the manifest do not count.
+    Publications with the same digest have the same content, also if their times or reasons differ.
     """
     return hashlib.sha256(msgspec.json.encode([manifest.files, manifest.tensors])).hexdigest()
 
 
 def remember(model: Path, url: Url, head: Head, own: Mapping[str, int] | None = None, last: int = 0) -> None:
-    """Keep the head of the store at `url` in a file beside the model, in place of the one kept before.
+    """Write the head of the store at `url` into a file in the model's directory, replacing an earlier one.
 
-    The next local merger may remove what it names. During a pull, it names the last publication fetched, and
-    as `uploading` the one being fetched. `own` and `last` are as in `Known`; `own` None: nothing, `last`
-    below 0: not known. Heads of other stores stay. The file is replaced atomically; it need not survive a
-    power cut.
+    The next local merger may remove publications that the head names. During a pull, it names the last
+    publication fetched, and as `uploading` the one being fetched. `own` and `last` are as in `Known`; an
+    `own` of None is kept as empty, a negative `last` as 0. Remembered heads of other stores stay. The file is
+    replaced atomically; it need not survive a power cut.
 
     Raises:
-        PublishError and subclasses: the file cannot be written.
+        PublishError, TargetNotWritable, DiskFull: the file cannot be written.
         ManifestError: the file of remembered heads is damaged.
+        LfsPointer: the file is a pointer of Git LFS.
     """
     known = replace(
         msgspec.convert(head, Known, from_attributes=True), own=dict(own or {}), last=max(last, 0)
@@ -244,10 +244,11 @@ def remember(model: Path, url: Url, head: Head, own: Mapping[str, int] | None = 
 def recall(model: Path, url: Url) -> Known | None:
     """Return the head that a model's directory remembers of the store at `url`; None if it remembers none.
 
-    None also if the file cannot be read.
+    None also if the file of remembered heads cannot be read.
 
     Raises:
-        ManifestError: the file of remembered heads is damaged.
+        ManifestError: that file is damaged.
+        LfsPointer: that file is a pointer of Git LFS.
     """
     return _heads(model).get(str(url))
 

@@ -24,23 +24,24 @@ T = TypeVar("T")
 
 
 class OpenModel(Protocol):
-    """A model base path to work on, local or standing for a URL."""
+    """A model to work on: `path` is its base path, local or standing for a URL (`is_remote`)."""
 
     path: Path
     is_remote: bool
 
     @property
     def meets(self) -> tuple[str, ...]:
-        """Sentences on what a person's command would find in progress at the model, for people.
+        """Sentences for people on uploads, decisions and holds in the store that a command would meet.
 
-        Empty if nothing is in progress, or for a local model.
+        Empty if there is none, or for a local model.
         """
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
         """Run `work`, which may publish under `path`; return its result once the model itself has the change.
 
-        For a model in a store the publications are uploaded, and `work` may be repeated: see
-        `RemoteModel.carry`.
+        For a model in a store the publications are uploaded, with bars of `progress`, and `work` is repeated
+        if another machine published first: see `RemoteModel.carry`, also for what is raised. What `work`
+        raises passes.
         """
         ...
 
@@ -58,12 +59,15 @@ class LocalModel:
         return f"LocalModel({str(self.path)!r})"
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
-        """Run `work` and return its result: a local model has the change at once. `progress` is not used."""
+        """Run `work` and return its result: a local model has the change at once.
+
+        `progress` is not used. What `work` raises passes.
+        """
         return work()
 
 
 def require_apart(ckpt_dir: Path, out: Path) -> None:
-    """Refuse a model and a checkpoint directory that overlap in the same store; local paths are not compared.
+    """Refuse a model `out` and a checkpoint directory that overlap in one store; ignore local paths.
 
     Raises:
         UsageError: both are the same, or one is below the other; or a URL has a part that no object's name
@@ -81,9 +85,9 @@ def require_apart(ckpt_dir: Path, out: Path) -> None:
 
 
 def data_mode(model: str | os.PathLike[str], asked: DataMode) -> DataMode:
-    """Return how values get into a version of a model (path or URL): in a store, `auto` becomes `compact`.
+    """Return how values get into a version of a model (path or URL), for the mode that was `asked`.
 
-    Other modes are returned as they are. Nothing can link to objects.
+    In a store AUTO becomes COMPACT, because nothing can link to objects; any other mode is returned as it is.
 
     Raises:
         UsageError: links are requested for a model in a store.
@@ -104,16 +108,23 @@ def opened(
     signing: Signing = UNSIGNED,
     trusting: Trusting = ANYBODY,
 ) -> Iterator[OpenModel]:
-    """Open a model by its path or URL for the block. With `read_only` nothing is ever written to a URL.
+    """Open a model by its path or URL for the block, and yield it. A local path need not exist.
+
+    A URL is shown as a private local directory, which the end of the block removes. With `read_only` nothing
+    is written to the URL; otherwise a publication that a killed process has committed is revealed there, and
+    without `deciding` this waits up to 75 s for another machine's upload.
 
     `deciding` is the name of a person's command, which takes precedence over all publishers to the URL. With
     `signing`, publications are signed; with `trusting`, only publications signed by its keys are read. At a
     URL that is opened with a signing key, only this key and the keys of `signing.trust` are trusted.
 
     Raises:
-        UsageError: the URL belongs to no known store, or is a whole bucket; a key cannot be used.
+        UsageError: the URL is a whole bucket, a version, or inside another model; a key cannot be used; the
+            library that reads stores is not installed.
         NotTrusted: the identity that a local copy has pinned cannot be read.
-        ExportError: the store cannot be read; see errors.py.
+        PositionMoved: another machine's upload takes longer, or an object vanished while it was read.
+        ExportError: the store cannot be read, or its head is damaged; see errors.py.
+        OSError: the private directory cannot be made.
     """
     signer, trust = _signer(signing, model), trust_in(trusting, model)
     if Url.parse(os.fspath(model)) is None:
@@ -134,9 +145,9 @@ def opened(
 
 
 def _signer(signing: Signing, model: str | os.PathLike[str]) -> Signer | None:
-    """Return the key that signs the publications of a model; None: they are not signed.
+    """Return the key that signs the publications of a model; None if they are not signed.
 
-    UsageError if the key cannot be used, or `signing` also permits unsigned publications.
+    UsageError if the key cannot be used, or if `signing` has a key and also permits unsigned publications.
     """
     if signing.sign_key is None:
         return None
@@ -148,9 +159,9 @@ def _signer(signing: Signing, model: str | os.PathLike[str]) -> Signer | None:
 
 
 def trust_in(trusting: Trusting, model: str | os.PathLike[str]) -> Trust | None:
-    """Return the keys trusted to publish a model, by its path or URL; None: everything is accepted.
+    """Return the keys trusted to publish a model, by its path or URL; None if all publications are accepted.
 
-    For a local copy they accept only the identity that is pinned there, unless another one is named.
+    In a local copy, keys without a named identity accept only the identity that is pinned there.
 
     Raises:
         UsageError: a key cannot be used.
@@ -188,11 +199,13 @@ def _in_force(
 
 @contextmanager
 def opened_if_model(place: str) -> Iterator[OpenModel | None]:
-    """Open the model at a URL for reading; yield None if no model is there, or if `place` is not a URL.
+    """Open the model at the URL `place` for reading during the block; yield None if no model is there.
 
-    The URL may be a checkpoint's. None, too, for a whole bucket.
+    None, too, if `place` is not a URL of a store, a whole bucket, or the URL of a checkpoint.
 
     Raises:
+        UsageError: the URL has a part that no object's name can have, or is a version or inside another
+            model; or the library that reads stores is not installed.
         ManifestError: the head of the model is damaged.
         ExportError: the store cannot be read; see errors.py.
     """

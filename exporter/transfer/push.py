@@ -59,7 +59,11 @@ _OF_ITS_OWN = "push to a URL of its own, or begin from the store's: export-model
 
 
 class PushPlan(Struct, frozen=True):
-    """What a push would upload and remove; `position` is the newest local one, `holds` those to be set."""
+    """The items that a push would upload, and the paths of the publications that it would remove.
+
+    `stored` is the model in the store as it was listed, `position` the newest local position, and `holds` the
+    content of the files of holds and tags to be set, by path below the model.
+    """
 
     model: Path
     url: Url
@@ -75,7 +79,7 @@ class PushPlan(Struct, frozen=True):
 
     @property
     def changes_holds(self) -> bool:
-        """True if the store's holds or tags differ from those to be set."""
+        """True if the store's holds or tags differ from `holds`."""
         return self.stored.holds != self.holds
 
     @property
@@ -85,22 +89,24 @@ class PushPlan(Struct, frozen=True):
 
 
 def plan_push(model: Path, url: str, *, prune: bool = False, trust: Trust | None = None) -> PushPlan:
-    """Compare a local model with the one in a store, and return the plan of a push; nothing is written.
+    """Compare a local model with the model in a store, and return the plan of a push; nothing is written.
 
-    With `prune`, the plan removes the store's publications that are not here. With `trust`, only what its
-    keys have signed is pushed.
+    With `prune`, the plan removes the store's publications that are not here. With `trust`, only publications
+    that its keys have signed are pushed; None pushes all.
 
     Raises:
         UsageError: the URL is not that of a model in a store; `model` is not a model base path; a key cannot
-            be used.
+            be used; the library that reads stores is not installed.
         TargetNotWritable: `model`, or a parent, is a file or a broken symbolic link.
         NotUpdatable: nothing is published here.
         ForeignLineage: the store has another model, or another publication at the same path.
         PositionMoved: another machine has published or changed holds or tags there since this directory last
-            pushed or pulled; or the store has gone on from what was taken back here alone.
+            pushed or pulled; or the store has gone on from a rollback that was made here alone.
         NotTrusted: `trust` is given, and no trusted key has signed a publication here or there.
-        ManifestError, CheckpointError: a manifest is damaged, or the store cannot be read.
-        OSError: a file of a hold cannot be read.
+        VerificationError: the index of a local version differs from its manifest.
+        ManifestError, CheckpointError: a manifest, the head or an index is damaged, or the store cannot be
+            read.
+        OSError: a file of a hold, or an index, cannot be read.
     """
     place = parse(url)
     store = ObjectWriter(place)
@@ -127,10 +133,12 @@ def _ours(model: Path, trust: Trust | None) -> dict[str, Item]:
 
 
 def _trusted(items: dict[str, Item], model: Path, trust: Trust) -> dict[str, Item]:
-    """Return the items, by path, that a trusted key has signed; others are left out.
+    """Return the items of a local model, by path, that a trusted key has signed.
+
+    Items from before the first signed version are left out.
 
     Raises:
-        NotTrusted: servers would accept one of the others.
+        NotTrusted: a later item is not signed, or there is no signed version.
         UsageError: a key cannot be used.
     """
     found, others = dict[str, Item](), dict[str, NotTrusted]()
@@ -198,8 +206,8 @@ def _plan(
 def _holds(model: Path, stored: StoredModel, url: Url) -> dict[str, bytes]:
     """Return the content of the files of holds and tags to upload, by path below the model.
 
-    A hold that came from the store is sent unchanged. ManifestError if the tags cannot be read, OSError or
-    CheckpointError if a file of a hold cannot be read.
+    A hold that came from the store at `url` is sent unchanged, as it is in `stored`. ManifestError if the
+    tags cannot be read, OSError or CheckpointError if a file of a hold cannot be read.
     """
     found = local_holds(model)
     for name in [name for name in found if PurePosixPath(name).name == HOLD_FILE]:
@@ -217,15 +225,18 @@ def _holds(model: Path, stored: StoredModel, url: Url) -> dict[str, bytes]:
 def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     """Execute a plan, and return the part of it that was done: another push may have done the rest.
 
-    The plan is made again of the newest state, after waiting for other machines' uploads (see
-    `Carrier.await_turn`). The store's head is remembered beside the model.
+    It waits up to 75 s for another machine's upload, and then makes the plan again of the newest state. Each
+    local file is read and compared before it is uploaded. The store's head is remembered beside the model.
+    `progress` makes the bar for bytes uploaded.
 
     Raises:
-        UsageError, TargetNotWritable, NotUpdatable, ForeignLineage, PositionMoved, NotTrusted: as
-            `plan_push`, now of the newest state.
+        UsageError, TargetNotWritable, NotUpdatable, ForeignLineage, NotTrusted: as `plan_push`, now of the
+            newest state.
+        PositionMoved: as `plan_push`; or another machine's upload takes longer, or was faster.
         ModelHeld: a person's decision about the store's model is in progress.
         VerificationError: a local file differs from its manifest.
-        ManifestError, CheckpointError, PublishError: a manifest is damaged, or the store fails.
+        ManifestError: a manifest or the head is damaged.
+        CheckpointError, PublishError: the store cannot be read or written.
         OSError: a local file cannot be read.
     """
     store, url, model = ObjectWriter(plan.url), plan.url, plan.model
@@ -250,20 +261,21 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
 
 
 def _remember(model: Path, url: Url, head: Head) -> None:
-    """Keep the head for the next push, beside the model.
+    """Write the head of the store at `url` beside the model, for the next push; nothing if it is read-only.
 
-    In a model that is read-only here nothing is kept: what it names is never removed. ManifestError if the
-    file of remembered heads is damaged, PublishError if it cannot be written for another reason.
+    Nothing is ever removed from a read-only model, so that it shows what was pushed. ManifestError if the
+    file of remembered heads is damaged, DiskFull or PublishError if it cannot be written for another reason.
     """
     with suppress(TargetNotWritable):
         remember(model, url, head)
 
 
 def parse(url: str) -> Url:
-    """Return the URL of a model in a store, from its text.
+    """Return the URL of a model in a store, parsed from its text; nothing is opened.
 
     Raises:
-        UsageError: the text is not such a URL, or names a whole bucket.
+        UsageError: the text is not a URL of s3, gs or az, has a part that no object's name can have, or names
+            a whole bucket.
     """
     found = Url.parse(url)
     if found is None:
@@ -285,8 +297,8 @@ def parse(url: str) -> Url:
 def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None:
     """Remove publications from a store, their manifests first, so that nobody sees one without its files.
 
-    `paths` are the publications', below the model; their objects are as listed in `stored`. PublishError if
-    the store refuses it.
+    `paths` are the paths of the publications below the model; the objects listed for them in `stored` are
+    removed. PublishError if the store refuses to remove one.
     """
     manifests = {f"{path}/{MANIFEST_FILE}" for path in paths}
     files = [name for name in stored.objects if path_of(name) in paths and name not in manifests]
@@ -297,8 +309,8 @@ def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None
 def _require_ours(plan: PushPlan, head: Head) -> None:
     """Raise PositionMoved if the head has a publication, holds or tags that this directory does not know.
 
-    `plan` has what this directory knows; ManifestError if the file of remembered heads, or a local manifest,
-    is damaged.
+    It knows what is published here, and what it last remembered of the store. `plan` has the local model and
+    its holds. ManifestError if the file of remembered heads, or a local manifest, is damaged.
     """
     known = recall(plan.model, plan.url)
     directory = plan.model / head.path

@@ -77,7 +77,7 @@ _ATTEMPTS = 3
 
 
 class _ModelMirror(Mirror):
-    """A mirror of a model, which `show` updates, rather than the reader of a file.
+    """A mirror of a model that only `show` updates: the reader of a file cannot list the store again.
 
     No trainer removes files here: if a listed object is gone, another publisher has removed it.
     """
@@ -89,9 +89,9 @@ class _ModelMirror(Mirror):
         """Do nothing: `show` updates the mirror."""
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """Show these objects, by name, as `Mirror.show`, and clear `is_outdated`.
+        """Make files for the objects `found`, by name, as `Mirror.show`, and clear `is_outdated`.
 
-        Files that a failed command removed are restored.
+        Files that a failed command removed are made again. DiskFull or PublishError if a file cannot be made.
         """
         with self._lock:
             self._shown = {name: held for name, held in self._shown.items() if (self.root / name).exists()}
@@ -105,7 +105,10 @@ class _ModelMirror(Mirror):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Replace CheckpointChanged by PositionMoved in the block, which reads objects, and note it."""
+        """Replace a CheckpointChanged of the block, which reads objects, by PositionMoved.
+
+        `is_outdated` is set then.
+        """
         try:
             yield
         except CheckpointChanged as error:
@@ -116,7 +119,13 @@ class _ModelMirror(Mirror):
 
 
 class RemoteModel:
-    """A model in a store, and the local path that represents it."""
+    """A model in a store, and the private local directory `path` that represents it: empty until `show`.
+
+    With `read_only` nothing is written to the store. `deciding` is the name of a person's command, which
+    takes precedence over all publishers; "" for a publisher. UsageError if `url` is not that of a model in a
+    store, or the library that reads stores is not installed; CheckpointError if the environment's settings
+    for the store are refused; OSError if the directory cannot be made.
+    """
 
     is_remote = True
 
@@ -140,14 +149,16 @@ class RemoteModel:
         self.path = self._mirror.root
 
     def show(self) -> None:
-        """Make the local copy show the store, even during a person's decision; `carry` reads it again later.
+        """Make the local directory show the model in the store, even during another person's decision.
 
-        Local publications that are not in the store are removed, and holds are written anew.
+        Local publications that are not in the store are removed, and holds are written again. Waits up to
+        75 s for another machine's upload, as `refresh`.
 
         Raises:
             UsageError: the URL is a version, or inside another model.
-            PositionMoved: another machine's upload takes too long, or an object vanished while it was read.
-            ManifestError, CheckpointError, PublishError: as `refresh`.
+            PositionMoved: another machine's upload takes longer, or an object vanished while it was read.
+            ManifestError, CheckpointError, PublishError: something is damaged, or the store or a local file
+                cannot be read or written.
         """
         try:
             self.refresh()
@@ -155,17 +166,18 @@ class RemoteModel:
             looking_again(lambda: self._show(self._carrier.listed()))
 
     def refresh(self) -> None:
-        """Show what is in the store now, and remove local publications that were not uploaded.
+        """Make the local directory show the model in the store now; remove local publications not uploaded.
 
-        Nothing is read again while the head is unchanged, unless the copy is known to be outdated. Unless
-        this process only reads, a publication that a killed process has committed is revealed in the store.
+        Only the head is read while it is unchanged, unless the directory is known to be outdated. A publisher
+        waits up to 75 s for another machine's upload; `read_only` and a decision do not. Unless `read_only`,
+        a publication that a killed process has committed is revealed in the store.
 
         Raises:
             UsageError: the URL is a version, or inside another model.
-            ModelHeld: a person's decision is in progress, and this process neither reads only nor makes it.
-            PositionMoved: another machine's upload takes too long, or an object vanished while it was read.
+            ModelHeld: this process is a publisher, and a person's decision is in progress.
+            PositionMoved: another machine's upload takes longer, or an object vanished while it was read.
             ManifestError, CheckpointError, PublishError: something is damaged, or the store or a local file
-                fails.
+                cannot be read or written.
         """
         carrier = self._carrier
         before = carrier.head
@@ -179,17 +191,21 @@ class RemoteModel:
         self._is_stale = False
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
-        """Run `work`, which may publish, upload the result, and return what `work` returned.
+        """Run `work`, which may publish below `path`; upload the change, and return what `work` returned.
 
-        Both are repeated if another machine published first, `_ATTEMPTS` times at the most. A decision takes
-        precedence over all other publishers from the moment when `work` takes the model's lock, and is
-        repeated for `DECISION_SECONDS`. The error of `work`, or of the upload, is raised if the store has not
-        changed, or after the last attempt. With `read_only` nothing is uploaded.
+        The directory is refreshed first, for a decision once `work` has locked the model. Work and upload are
+        done again if another machine published first: three times in all, a decision's also for 60 s. A
+        decision takes precedence over all other publishers from that lock on, until the upload or an error.
+        The error of `work`, or of the upload, is raised if the store has not changed, or after the last
+        attempt. With `read_only` nothing is uploaded. `progress` makes the bars of waiting and uploading.
 
         Raises:
-            PositionMoved, ModelHeld: other machines published first each time, or a person's decision is in
-                progress.
-            ManifestError, CheckpointError, PublishError: as `refresh`, or the store cannot be written.
+            PositionMoved: other machines published first each time, or an upload of theirs takes too long.
+            ModelHeld: a person's decision is in progress.
+            UsageError: the URL is a version, or inside another model.
+            VerificationError: a published file differs from its manifest, or a manifest is damaged.
+            CheckpointError, PublishError: the store cannot be read or written.
+            OSError: a local file cannot be read.
         """
         self._progress, attempt = progress, 0
         deadline = time.monotonic() + (DECISION_SECONDS if self._deciding else 0.0)
@@ -220,9 +236,11 @@ class RemoteModel:
     def _decide(self) -> None:
         """Take precedence over all publishers, and show what they have published so far.
 
-        If that was done before, nothing happens. It is called under the model's lock. A thread renews the
-        decision from then on. If the store cannot be shown, the decision is ended. Raises as `Carrier.decide`
-        and `refresh`, and PublishError if the store ignores conditions.
+        Does nothing if the decision is in progress already. It is called under the model's lock, and waits up
+        to 75 s for other decisions. A thread renews the decision from then on. If the store cannot be shown,
+        the decision is ended. ModelHeld or PositionMoved if others keep the head or an object vanished;
+        UsageError if the URL is not that of a model; ManifestError, CheckpointError or PublishError if
+        something is damaged, or the store ignores conditions or cannot be read or written.
         """
         if self._carrier.is_deciding:
             return
@@ -235,20 +253,21 @@ class RemoteModel:
             self._stored = looking_again(self._shown_anew)
 
     def _hold(self) -> None:
-        """During a decision, set the store's holds to the local ones, before a rollback's values are made.
+        """Set the store's holds and tags to the local ones during a decision; do nothing without one.
 
-        Nothing without a decision. PositionMoved if another machine has replaced the head, ManifestError if
-        the head or the tags are damaged, CheckpointError or PublishError if the store fails, OSError if a
-        local hold cannot be read.
+        The decision goes on: a rollback's values are made after its hold. PositionMoved if another machine
+        has replaced the head, ManifestError if the head or the tags are damaged, CheckpointError or
+        PublishError if the store cannot be read or written, OSError if a local hold cannot be read.
         """
         if self._carrier.is_deciding:
             self._carrier.settle(local_holds(self.path), ends_decision=False)
 
     @contextmanager
     def _withdrawn_on_failure(self) -> Iterator[None]:
-        """If the block fails, end the decision, set the store's holds to the local ones, and raise.
+        """If the block raises, end the decision, set the store's holds to the local ones, and pass the error.
 
-        The local holds are those after the failure.
+        The local holds are read after the failure: an OSError of that is raised instead. Failures of the
+        store are ignored.
         """
         try:
             yield
@@ -258,9 +277,9 @@ class RemoteModel:
 
     @contextmanager
     def _ended_on_failure(self) -> Iterator[None]:
-        """If the block fails, end the decision, and raise.
+        """If the block raises, end the decision, and pass the error.
 
-        A hold that it has set remains, which is the safer state.
+        A hold that the decision has set remains, which is the safer state. Failures of the store are ignored.
         """
         try:
             yield
@@ -278,9 +297,9 @@ class RemoteModel:
 
     @property
     def meets(self) -> tuple[str, ...]:
-        """What is in progress in the store, as last read, that a decision would meet: sentences for people.
+        """Sentences for people on each upload, decision and, for a merger, hold that a decision would meet.
 
-        Empty if nothing is.
+        They are of the head that was last read. Empty if there is none.
         """
         head, found = self._carrier.head, list[str]()
         files = head.hold_files or {}
@@ -306,7 +325,7 @@ class RemoteModel:
     def _has_moved(self, error: ExportError) -> bool:
         """Return True if another machine's publication or removal may have caused the failure `error`.
 
-        It may read the head again: raises ManifestError or CheckpointError if that fails.
+        For a CheckpointChanged the head is read again: ManifestError or CheckpointError if that fails.
         """
         if isinstance(error, PositionMoved) or self._mirror.is_outdated:
             return True
@@ -339,10 +358,10 @@ class RemoteModel:
             (self.path / TAKEN_FILE).write_text("".join(f"{path}\n" for path in taken))
 
     def _is_shown(self, name: str, stored: StoredModel, ours: set[str]) -> bool:
-        """Return True if the object `name` is to be shown: a publication's file, or a cache.
+        """Return True if a local file is to stand for the object `name`, its key below the model.
 
-        Caches are not shown where keys are trusted. `ours` are the paths of publications made here. Of these,
-        files that tasks wrote are not shown: the files are at their published place already.
+        It is for the file of a publication in `stored`, and for a cache unless keys are trusted. `ours` are
+        the paths of publications made here: an object of theirs is not shown over a file written here.
         """
         if _is_cache(name):
             return not is_trusting(self.path)
@@ -350,10 +369,10 @@ class RemoteModel:
         return found in stored.manifests and not (found in ours and self._mirror.is_made_here(name))
 
     def _is_own(self, name: str, each: RemoteObject) -> bool:
-        """Return True if an object, `each`, is the manifest of the local publication at path `name`.
+        """Return True if the object `each` is the manifest of the local publication at the path `name`.
 
-        The object is read if its tag does not tell. ManifestError if the local manifest cannot be read,
-        CheckpointError if the object cannot.
+        The object is read if its tag does not tell. ManifestError if the local manifest cannot be read, or
+        the object is too long; CheckpointError if the object cannot be read.
         """
         if self._own.get(name) == each:
             return True
@@ -373,11 +392,14 @@ class RemoteModel:
                 path.write_bytes(content)
 
     def _publish(self, progress: ProgressFactory) -> None:
-        """Upload what differs from what was shown, set the holds, and end a decision.
+        """Upload local changes since the store was shown: publications, removals, holds, tags and caches.
 
-        Raised are the errors of `Carrier.publish` and `Carrier.settle`, and OSError if a local hold cannot be
-        read. Once the first item is published, a PositionMoved or PublishError of a later one ends the work
-        without an error, and errors of the cleaning up are ignored: the next command repeats that work.
+        It ends a decision, and removes jobs and abandoned uploads from the store. PositionMoved if another
+        machine was faster; VerificationError if a local file differs from its manifest, or a manifest, the
+        head or the tags are damaged; CheckpointError or PublishError if the store cannot be read or written;
+        OSError if a local file cannot be read. Once the first item is published, a PositionMoved or
+        PublishError of a later one ends the work without an error, and errors of the cleaning up are ignored:
+        the next command repeats that work.
         """
         stored, carrier, here = self._stored, self._carrier, local_paths(self.path)
         new = [local_item(self.path, path) for name, path in here.items() if name not in stored.manifests]
@@ -425,16 +447,19 @@ class RemoteModel:
                     yield local_item(self.path, path)
 
     def _remove_jobs(self) -> None:
-        """Remove from the store what tasks wrote, after the store has copied it to its published place."""
+        """Remove the directories of jobs from the store, after their objects were copied to published places.
+
+        Failures of the store are ignored.
+        """
         for key in {each.key.rpartition("/")[0] for each in self._mirror.stand_ins}:
             self._mirror.spent.add(str(replace(self.url, path=key)))
         while self._mirror.spent:
             StoredJob(self._mirror.spent.pop(), is_begun=True).remove()
 
     def _put_caches_of_next(self) -> None:
-        """Upload, before a delta is published, the caches from which the next delta is made.
+        """Upload the caches, not in the store yet, from which the delta after the one to publish is made.
 
-        Where keys are trusted, none is uploaded. PublishError if the store refuses it.
+        Where keys are trusted, none is uploaded. PublishError if the store refuses one.
         """
         for prefix in () if is_trusting(self.path) else _WITH_STATE:
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{CACHES_DIRECTORY}/{prefix}*"):
@@ -443,10 +468,10 @@ class RemoteModel:
                     self._store.upload(self.url.key(name), path)
 
     def _put_caches(self) -> None:
-        """Upload the hashes after a delta is published; delete from the store caches that are gone locally.
+        """Upload changed hashes of rows, and delete from the store the caches that are gone locally.
 
-        The hashes identify the state that they belong to; where keys are trusted, they are not uploaded.
-        Errors of the store are ignored.
+        It is called after a delta is published: the hashes identify the state that they belong to. Where keys
+        are trusted, they are not uploaded. Errors of the store are ignored.
         """
         with suppress(ExportError):
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{HASHES_DIRECTORY}"):
@@ -459,10 +484,11 @@ class RemoteModel:
             self._store.delete(*map(self.url.key, old))
 
     def _remove_given_up(self) -> None:
-        """Remove from the store abandoned uploads, old probes and, every hour, abandoned jobs.
+        """Remove from the store abandoned uploads, old probes and, at most once an hour, abandoned jobs.
 
-        The paths of abandoned uploads are recorded in the head, and never used again. PositionMoved if
-        another machine has replaced the head, CheckpointError or PublishError if the store fails.
+        A decision removes no jobs. The paths of abandoned uploads are recorded in the head, and never used
+        again. PositionMoved if another machine has replaced the head, ManifestError if that head is damaged,
+        CheckpointError or PublishError if the store cannot be read or written.
         """
         stored, carrier = self._stored, self._carrier
         old = [name for name, each in stored.objects.items() if _is_old_probe(name, each)]
@@ -496,8 +522,8 @@ _CACHE = re.compile(
 
 
 def _is_old_probe(name: str, each: RemoteObject) -> bool:
-    """Return True for a test object that its process, which ended long ago (a day), did not remove.
+    """Return True for a test object (`.probe-*`) that is more than a day old: its process was killed.
 
-    `name` is its key below the model.
+    `name` is the object's key below the model.
     """
     return name.startswith(".probe-") and time.time() - each.modified > _LONG_GONE_SECONDS

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class SameFiles(Generic[T]):
-    """The places of files by content (`Passage.content`). Threads may share it."""
+    """Places of files, found by the files' content (`Passage.content`). Threads may share one."""
 
     def __init__(self) -> None:
         self._new: list[tuple[Item, Path, Callable[[FileEntry], T | None]]] = []
@@ -35,11 +35,11 @@ class SameFiles(Generic[T]):
         self._lock = threading.Lock()
 
     def add(self, item: Item, directory: Path, place: Callable[[FileEntry], T | None]) -> None:
-        """Add the files of a version whose index is in a local directory; `place` returns the place of each.
+        """Add the files of the version `item`, whose index is in the local `directory`.
 
-        `place` may return None for a file that cannot be used; an ExportError or OSError of it leaves out the
-        rest of the version. Nothing is read before the first call of the method `place`. A delta is ignored,
-        because its files are like no others.
+        The function `place` returns the place of a file, or None if the file cannot be used; if it raises an
+        ExportError or OSError, the rest of the version is left out. Nothing is read before the next call of
+        the method `place`. A delta is ignored, because its files are like no others.
         """
         if not item.is_delta:
             with self._lock:
@@ -82,7 +82,7 @@ class StoredFiles(SameFiles[RemoteObject]):
     def copies_of(self, item: Item, directory: Path) -> int:
         """Return how many bytes of an item, in a local directory, the store can copy in place of an upload.
 
-        The item's other files, of a size that the store can copy, count as stored from then on. 0 for a
+        The item's other files of at most 5 GiB, which a store can copy, count as stored from then on. 0 for a
         delta. VerificationError or CheckpointError if the item's index is damaged, OSError if it cannot be
         read.
         """
@@ -114,9 +114,10 @@ class LocalFiles(SameFiles[Path]):
         self._model = model
 
     def add_version(self, item: Item) -> None:
-        """Add the files of a version in the model.
+        """Add the files of the version `item`, which is in the model; a delta is ignored.
 
-        A file that a trainer may write into is never given out.
+        A file that is linked to a trainer's file is left out, because the trainer may write into it; so is a
+        file of another size than the manifest says. Nothing is read yet.
         """
 
         def place(file: FileEntry) -> Path | None:
@@ -130,13 +131,13 @@ class LocalFiles(SameFiles[Path]):
         self.add(item, self._model / item.path, place)
 
     def lend(self, content: object, path: Path) -> bool:
-        """Make `path` a link to a file with this content, or a copy of it; return False if there is none.
+        """Make `path` a link to a file with this content (see `Passage.content`), or a copy; return True.
 
-        A file at `path` is removed first, if there is a file with this content; missing directories are made.
-        The bytes are not compared: whoever altered the file there has altered it here.
+        False if there is no such file. A file at `path` is replaced; missing directories are made. The bytes
+        are not compared: whoever altered the file there has altered it here.
 
         Raises:
-            OSError, PublishError and subclasses: it cannot be written.
+            OSError, PublishError, TargetNotWritable, DiskFull: `path` cannot be written.
         """
         source = self.place(content)
         if source is None:

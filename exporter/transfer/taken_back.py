@@ -32,7 +32,7 @@ from exporter.transfer.items import Item, end_of
 
 
 class TakenBack(Struct, frozen=True):
-    """A rollback or a resumption in a copy: the delta or version at `path` has the values of `to`."""
+    """A rollback or a resumption in a copy: the publication at `path` has the values of position `to`."""
 
     path: str
     to: int
@@ -48,11 +48,10 @@ class TakenBack(Struct, frozen=True):
         return end_of(self.path)
 
     def withholds(self, item: Item) -> bool:
-        """Return True if what was taken back keeps this publication of the store from the copy's servers.
+        """Return True if the copy must not fetch the store's publication `item` after this rollback.
 
-        In the log of a rollback's or resumption's delta, these are publications that begin or end after `to`
-        and not after `end`. For a version that was published again here, it is only the store's version of
-        its own number.
+        In the log of the delta at `path`, that is a publication that begins or ends after `to` and not after
+        `end`. If `path` is a version, it is only the store's version of the same number.
         """
         if item.log_path != self.log or not self.log:
             return item.path == self.path
@@ -63,7 +62,10 @@ class TakenBack(Struct, frozen=True):
         return position is not None and self.to < position <= self.end
 
     def is_passed_by(self, item: Item, reached: Iterable[int]) -> bool:
-        """True for a delta of this log that begins after `end` and applies at no position in `reached`."""
+        """Return True if `item` is a delta of this log after `end` that applies at no position in `reached`.
+
+        It begins after `end`. It applies at the positions from its beginning up to, not including, its end.
+        """
         start, position = item.manifest.from_position, item.manifest.position
         if start is None or item.log != self.log or start <= self.end:
             return False
@@ -71,7 +73,7 @@ class TakenBack(Struct, frozen=True):
 
 
 def restored(item: Item) -> int | None:
-    """Return the position whose values a rollback or a resumption published again.
+    """Return the position whose values a publication restored, if it is a rollback or a resumption.
 
     None for any other publication.
     """
@@ -89,8 +91,9 @@ def is_restoration(item: Item) -> bool:
 def repeated(item: Item, here: Mapping[str, Item], stored: Container[str]) -> Item | None:
     """Return the copy's own delta that repeats the store's rollback or resumption `item`; None without one.
 
-    It restores the values of the same position in the same way, and has a greater number. `here` has the
-    copy's publications by path, `stored` the paths of the store's.
+    The delta restores the values of the same position in the same way, in the same log, and ends at a greater
+    position; of several, the last one is returned. `here` has the copy's publications by path, `stored` the
+    paths of the store's publications.
     """
     own = (each for path, each in here.items() if path not in stored and each.log == item.log)
     beyond = (each for each in own if each.manifest.position > item.manifest.position)
@@ -99,7 +102,7 @@ def repeated(item: Item, here: Mapping[str, Item], stored: Container[str]) -> It
 
 
 def _decision(item: Item) -> tuple[DeltaOrigin, int] | None:
-    """Return what a delta did, and the position whose values came back; None unless it restored values."""
+    """Return if a delta is a rollback or a resumption, and the position it restored; None for other items."""
     entry, to = item.manifest.incremental, restored(item)
     return (entry.made, to) if isinstance(entry, DeltaEntry) and to is not None else None
 
@@ -109,11 +112,12 @@ def to_repeat(
 ) -> Item | None:
     """Return the store's newest publication if the copy has to publish its values itself; else None.
 
-    It is a rollback or a resumption that `taken_back` withholds, in the copy's newest log, to a position
-    whose values the copy has from the store. A rollback is repeated if the copy's newest values are later
-    ones, and the `reach` of the copy's own hold (None: there is none) does not keep servers from them; a
-    resumption only after a rollback that was repeated, and without a hold of the copy. `here` and `stored`
-    have the publications by path.
+    `here` and `stored` have the publications of the copy and of the store by path; `taken_back` are the
+    copy's own rollbacks and resumptions, and `reach` is the greatest position that the copy's own hold lets
+    servers read (None: there is no hold). The result is a rollback or a resumption that `taken_back`
+    withholds, in the copy's newest log, to a position whose values the copy has from the store. A rollback is
+    repeated if the copy's newest values are later ones, and no hold keeps servers from them; a resumption
+    only after a rollback that was repeated, and without a hold of the copy.
     """
     theirs = max(stored.values(), key=lambda item: item.order, default=None)
     base = max(
@@ -138,10 +142,11 @@ def to_repeat(
 
 
 def way_on(stored: Collection[Item], taken_back: Iterable[TakenBack]) -> tuple[str, ...]:
-    """Return the options of the `merge URL` whose publication a copy can take that withholds others.
+    """Return the options with which `export-model merge URL` publishes something that a copy can fetch.
 
-    () makes a merged delta, `--rebase` a base. Raises LookupError if neither helps before the store has
-    published more. `stored` has a version.
+    The copy withholds other publications because of its rollbacks and resumptions, `taken_back`. `stored` are
+    the store's publications, at least one of them a version. () makes a merged delta, ("--rebase",) a base.
+    LookupError if neither helps before the store has published more.
     """
     versions = [item for item in stored if not item.is_delta]
     base = max(versions, key=lambda item: item.order)
@@ -163,6 +168,6 @@ def is_merger(item: Item) -> bool:
 
 
 def is_of_a_canary(item: Item) -> bool:
-    """Return True if a publication is a rollback's delta after which resuming returns the log to a canary."""
+    """Return True if a publication is a rollback's delta whose resumption returns the log to a canary."""
     entry = item.manifest.incremental
     return isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.ROLLBACK and entry.canary
