@@ -121,7 +121,6 @@ def compare_names(request: ExportRequest) -> Unmatchable:
 
     Raises:
         UsageError, CheckpointError, GraphError, MappingError: and subclasses, see errors.py.
-        OSError: a file of the checkpoint cannot be read.
         TensorFlowNeeded: the model is a builder, and no TensorFlow is installed.
     """
     rules, catalog = parse_rules(request), open_checkpoint(request.ckpt_dir)

@@ -55,7 +55,7 @@ def builder_draft(catalog: Catalog) -> str:
     """Return a draft of a builder for a checkpoint: the text of a Python file with a function `serving`.
 
     Until it is completed as its comments say, the function raises NotImplementedError. Raises CheckpointError
-    (and subclasses) or OSError if the checkpoint's object graph is damaged or cannot be read.
+    and subclasses if the checkpoint's object graph is damaged or cannot be read.
     """
     objects = read_object_graph(catalog)
     extras = {extra.tensor.name for extra in classify_extras(catalog) if extra.kind is not ExtraKind.OTHER}

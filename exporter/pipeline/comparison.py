@@ -261,8 +261,8 @@ def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
     """Read a checkpoint's embedding variables as a log would serve them, by the log's table names.
 
     Tables that the checkpoint lacks or has with another dimension are left out; keys that the log's admission
-    refuses, too. Raises CheckpointError and subclasses, or OSError, if the tables are damaged or cannot be
-    read; DiskFull or PublishError if they cannot be fetched from a store.
+    refuses, too. Raises CheckpointError and subclasses if the tables are damaged or cannot be read; DiskFull
+    or PublishError if they cannot be fetched from a store.
     """
     spec: MappingSpec = log.base.entry.mapping_spec
     known = embedding_variables(catalog) if spec.dynamic else {}
@@ -280,8 +280,8 @@ def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, K
     """Read the embedding variables that both checkpoints have with rows of the same dimension and dtype.
 
     Returns the tables of `a` and of `b`, each by name, and the names of all tensors of which they consist.
-    Raises CheckpointError and subclasses, or OSError, if they are damaged or cannot be read; DiskFull or
-    PublishError if they cannot be fetched from a store.
+    Raises CheckpointError and subclasses if they are damaged or cannot be read; DiskFull or PublishError if
+    they cannot be fetched from a store.
     """
     ours, theirs = embedding_variables(a), embedding_variables(b)
     names = [
@@ -418,7 +418,7 @@ def parse_side(text: str) -> ComparedState:
     Raises:
         UsageError: the position is malformed, or nothing is published under the model of `MODEL@POSITION`.
         PositionUnknown: no position has this name, or its values are gone.
-        ExportError, OSError: the state cannot be read, see errors.py.
+        ExportError: the state cannot be read, see errors.py.
     """
     if Url.parse(text) is not None:
         path = mirror.local(Path(text))
@@ -457,8 +457,8 @@ def compare(a: ComparedState, b: ComparedState, runner: Runner | None = None) ->
 def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
     """Return a side whose rows can be read in place: an archive's tensors are first copied into `directory`.
 
-    Raises CheckpointError or OSError if the archive is damaged or cannot be read, PublishError if nothing can
-    be written.
+    Raises CheckpointError if the archive is damaged or cannot be read, PublishError if nothing can be
+    written.
     """
     if side.catalog is None or side.catalog.is_bundle:
         return side
@@ -514,8 +514,8 @@ def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDif
     """Compare the tables by keys that both sides have with rows of one dtype and shape.
 
     Returns their differences, also empty ones of equal tables, and the names of all variables (for two
-    checkpoints: tensors) of which these tables consist. Raises CheckpointError, VerificationError or OSError
-    if a table is damaged or cannot be read, MappingError or NotFinite if a trained value does not fit the
+    checkpoints: tensors) of which these tables consist. Raises CheckpointError or VerificationError if
+    a table is damaged or cannot be read, MappingError or NotFinite if a trained value does not fit the
     served dtype, PositionUnknown if a log's values are gone.
     """
     if a.log is None and b.log is None:
@@ -534,8 +534,8 @@ def _tables(side: ComparedState, other: ComparedState) -> dict[str, Keyed]:
     """Read a side's tables by keys, by name, in the form that a log serves.
 
     A log's tables are read at its position, a checkpoint's as the other side's log would serve them. At least
-    one side must be a log's. Raises CheckpointError, VerificationError or OSError if tables are damaged or
-    cannot be read, PositionUnknown if the log's values are gone, PublishError if tables cannot be fetched
+    one side must be a log's. Raises CheckpointError or VerificationError if tables are damaged or cannot be
+    read, PositionUnknown if the log's values are gone, PublishError if tables cannot be fetched
     from a store.
     """
     if side.log is not None and side.at is not None:
@@ -549,8 +549,7 @@ def _of_model(model: Path, position: int | None, label: str) -> ComparedState:
     """Return a model's state at a position, also of a log that has ended; the newest if `position` is None.
 
     `label` names it for people. Raises PositionUnknown if the position is not published or its values are
-    gone, NotUpdatable if nothing is published, ManifestError, CheckpointError or OSError if it cannot be
-    read.
+    gone, NotUpdatable if nothing is published, ManifestError or CheckpointError if it cannot be read.
     """
     there = Standing.of(model)
     at = there.newest if position is None else position

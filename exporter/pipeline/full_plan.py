@@ -154,8 +154,7 @@ class Plan(Struct, frozen=True, dict=True):
     def ignored(self) -> tuple[Extra, ...]:
         """The checkpoint's tensors that are not served, each with its probable purpose.
 
-        They are of the plan's own catalog: the mapping's may lack them. Raises CheckpointError or OSError if
-        the checkpoint's records of embedding tables cannot be read.
+        They are of the plan's own catalog: the mapping's may lack them.
         """
         served = {source.tensor.name for source in self.mapping.sources}
         if self.layout is not None:
@@ -173,7 +172,7 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         ModelHeld, ChainEnds: a hold, or a log that takes deltas, forbids the publication.
         TargetNotWritable: the target, or a parent, is a file or a broken symbolic link.
         UsageError, CheckpointError, GraphError, MappingError, ManifestError, TensorFlowNeeded: see errors.py.
-        OSError: a file of the checkpoint cannot be read.
+        OSError: the trainer's directory cannot be listed, or a file of hot rows cannot be read.
     """
     planned, is_known = made_plan(request, load)
     if is_known:
@@ -193,7 +192,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
         ModelHeld, ChainEnds: a hold, or a log that takes deltas, forbids the publication.
         TargetNotWritable: the target, or a parent, is a file or a broken symbolic link.
         UsageError, CheckpointError, GraphError, MappingError, ManifestError, TensorFlowNeeded: see errors.py.
-        OSError: a file of the checkpoint cannot be read.
+        OSError: the trainer's directory cannot be listed, or a file of hot rows cannot be read.
     """
     require_local(request)
     version = VersionRule.parse(request.version)

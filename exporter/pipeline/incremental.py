@@ -325,8 +325,7 @@ def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | Non
     """Return the rows that earlier deltas left out; None if there are none, or every row must be compared.
 
     Every row must be compared if the record of the rows is lost, or if they were left out only by a bound
-    (`--delta-budget change=X`) that is lower now. `now` is in seconds since 1970. OSError if the operating
-    system refuses to read the record.
+    (`--delta-budget change=X`) that is lower now. `now` is in seconds since 1970.
     """
     left_out = log.trained.left_out
     if left_out is None:

@@ -24,10 +24,7 @@ from exporter.wire.protos import Proto
 
 
 def inspect_checkpoint(catalog: Catalog) -> CheckpointView:
-    """Return the view of a checkpoint; if its tables by keys are damaged, the error is its `problem`.
-
-    OSError if the operating system refuses to read a file.
-    """
+    """Return the view of a checkpoint; if its tables by keys are damaged, the error is its `problem`."""
     kinds = tuple(classify_extras(catalog))
     try:
         return CheckpointView(catalog, kinds, tuple(embedding_tables(catalog)))
@@ -39,7 +36,7 @@ def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
     """Yield the embedding variables of a checkpoint; slots are listed with their variable, not by themselves.
 
     Raises, while iterated, CheckpointError and subclasses if their tensors are damaged or of an unknown
-    layout, OSError if a file cannot be read.
+    layout, or cannot be read.
     """
     variables = embedding_variables(catalog)
     for variable in variables.values():

@@ -173,8 +173,7 @@ def _prefix(log: DeltaLog, position: int, state: str) -> Path:
 def _load(prefix: Path, rows: Mapping[str, int]) -> dict[str, Array] | None:
     """Read the changed rows that `save` kept at `prefix`, by table; `rows` has the tables' numbers of rows.
 
-    None if the record is absent, incomplete or damaged, or of tables of another size. OSError if the
-    operating system refuses to read it.
+    None if the record is absent, incomplete or damaged, or of tables of another size.
     """
     with suppress(CheckpointError):
         catalog, found = read_catalog(prefix), {}

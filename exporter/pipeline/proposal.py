@@ -104,7 +104,7 @@ def propose(ckpt_dir: Path) -> Proposal:
         CheckpointError: there is none, or it or the graph beside it is damaged.
         UsageError: the graph cannot be opened.
         GraphError: the graph is damaged: two of its nodes have one name, or a dtype is unknown.
-        OSError: a file of the checkpoint cannot be read.
+        OSError: the checkpoint's directory cannot be listed.
     """
     catalog = open_checkpoint(ckpt_dir)
     model = model_beside(catalog.prefix)

@@ -96,7 +96,7 @@ def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
 def _most_counted(layout: TableLayout, choice: HotChoice) -> Array:
     """Return at most a tenth of the rows of a choice's table, most often seen first (int64).
 
-    They are row numbers in the layout; rows with a count of 0 are left out. Raises CheckpointError or OSError
+    They are row numbers in the layout; rows with a count of 0 are left out. Raises CheckpointError
     if the checkpoint's counts cannot be read.
     """
     plan = next(each for each in layout.tables if each.name == choice.name)

@@ -116,7 +116,6 @@ def write_values(staged: Staged) -> None:
         LinkRefused: links are asked for, and are impossible, or the checkpoint is not a tensor bundle.
         CheckpointError, MappingError, NotFinite, EngineFailed, PublishError: see errors.py.
         UsageError: tasks are so small that there would be too many shards, or the engine is unknown.
-        OSError: a file of the checkpoint cannot be read.
     """
     request, catalog = staged.plan.request, staged.plan.catalog
     data, runner = (
@@ -170,8 +169,8 @@ def _write_indexes(staged: Staged, runner: Runner) -> tuple[int, int]:
 def _convert(staged: Staged) -> None:
     """Write the tensors that the mapping needs from an archive into a bundle beside the staged one.
 
-    The mapping and layout of `staged.plan` then refer to that bundle. Raises CheckpointError or OSError if
-    the archive is damaged or cannot be read, PublishError if the bundle cannot be written.
+    The mapping and layout of `staged.plan` then refer to that bundle. Raises CheckpointError if the archive
+    is damaged or cannot be read, PublishError if the bundle cannot be written.
     """
     mapping, layout = staged.plan.mapping, staged.plan.layout
     laid_out = layout.shapes if layout is not None else {}

@@ -98,7 +98,7 @@ def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Laye
     """Yield the dynamic tables in the order of the mapping, as trained and as in the `published` state.
 
     Raises, while iterated, SchemaChanged if the checkpoint lacks one or has rows of another dtype or
-    dimension, CheckpointError or OSError if its tables are damaged or cannot be read.
+    dimension, CheckpointError if its tables are damaged or cannot be read.
     """
     known = embedding_variables(catalog)
     for table in spec.dynamic:

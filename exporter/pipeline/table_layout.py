@@ -56,7 +56,8 @@ def lay_out_tables(
         UsageError: there are options about tables without any, or the head room is negative, or a table would
             be too large.
         MissingTensors, ShapeMismatch, MappingError: the checkpoint has no such table, or other rows.
-        CheckpointError, OSError: the tables are damaged, or cannot be read.
+        CheckpointError: the tables are damaged, or cannot be read.
+        OSError: the directory with DeepRec's increments cannot be listed.
         GraphError: the graph's tables are damaged.
     """
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
@@ -100,7 +101,7 @@ def map_laid_out(
     """Map a graph's variables, including variables of laid out tables, to tensors, and return the mapping.
 
     `layout` is None without laid out tables. Raises MappingError and subclasses if a variable has no certain
-    tensor, CheckpointError or OSError if the checkpoint's object graph is damaged or cannot be read.
+    tensor, CheckpointError if the checkpoint's object graph is damaged or cannot be read.
     """
     if layout is None:
         return build_mapping(graph, catalog, rules)
@@ -134,8 +135,8 @@ def write_tables(
 def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
     """Return the unmatched variables and tensors; a table counts as all tensors of which it consists.
 
-    Raises CheckpointError or OSError if the checkpoint's tables are damaged or cannot be read,
-    AmbiguousRename if two rules rename a table.
+    Raises CheckpointError if the checkpoint's tables are damaged or cannot be read, AmbiguousRename if two
+    rules rename a table.
     """
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
     served = _published(graph, known, catalog, rules)
@@ -256,8 +257,8 @@ def _plan(
 def _awaited_keys(catalog: Catalog) -> Counter[str]:
     """Return the number of keys in a checkpoint's increments, by table; empty if an increment is damaged.
 
-    Some may be new: without room for them a base could not apply its first delta. OSError if the operating
-    system refuses to read an increment.
+    Some may be new: without room for them a base could not apply its first delta. OSError if the
+    directory with DeepRec's increments cannot be listed.
     """
     try:
         return keys_to_come(catalog)

@@ -63,8 +63,8 @@ class TrainerState(Struct, frozen=True):
 
         `prefix` is the path prefix of that bundle's files; nothing is written unless the checkpoint is an
         archive. `spec` is the base's mapping: only tensors that it needs are copied. Raises CheckpointChanged
-        if the archive was replaced since the plan was made, other CheckpointErrors or OSError if it is
-        damaged or cannot be read, PublishError if it cannot be copied.
+        if the archive was replaced since the plan was made, other CheckpointErrors if it is damaged or cannot
+        be read, PublishError if it cannot be copied.
         """
         if self.archive is None:
             return self
