@@ -55,7 +55,8 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
     """Return the status page as HTML, of a new view and the last events.
 
     A replica that lacks a publication for more than `fresh_within_s` seconds is late. `recorder` has the
-    samples for plots and charts.
+    samples for plots and charts, `journal` the events. CheckpointError if a finding's command needs the
+    newest manifest, which is a pointer of Git LFS; UsageError if trusted keys cannot be read.
     """
     now = view()
     return _template().render(
@@ -104,7 +105,7 @@ def charted(view: FleetView, model: ModelView, recorder: Recorder, journal: Jour
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration as text: `120 ms`, `4.2 s`, `3 min`, `2 h`; "" for None."""
+    """Return a duration of `value` seconds as text: `120 ms`, `4.2 s`, `3 min`, `2 h`; "" for None."""
     if value is None:
         return ""
     if value < 1:
@@ -115,10 +116,10 @@ def seconds(value: float | None) -> str:
 
 
 def plot(series: Sequence[float | None]) -> dict[str, object]:
-    """Return the `path` of an SVG for the values, its `width` and `height`, and `most`, the largest value or
-    None.
+    """Return an SVG path for the values, as a dictionary of `path`, `width`, `height` and `most`.
 
-    The newest value is last and at the right; None leaves a gap.
+    `most` is the largest value, None without any; the sizes are in pixels. The newest value is last and at
+    the right; None leaves a gap.
     """
     most = max((value for value in series if value is not None), default=None)
     points = [(_WIDTH - len(series) + number, value) for number, value in enumerate(series, 1)]
@@ -166,7 +167,7 @@ def _seen(value: object) -> object:
 
 @cache
 def _findings() -> str:
-    """Return the page that explains each finding and says what to do, as HTML; rendered once."""
+    """Return the page that explains each finding and gives advice, as HTML; rendered once."""
     from serving.agent.meanings import MEANINGS
 
     return _template("findings.html").render(meanings=MEANINGS.items(), parts=_parts)

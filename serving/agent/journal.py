@@ -213,7 +213,10 @@ def _line(group: Sequence[AgentEvent], seconds: Callable[[float], str]) -> Line:
 
 
 def _went_first(group: Sequence[AgentEvent]) -> str:
-    """Return which replica went first, as the end of a line; "" if none did. The newest event is first."""
+    """Return which replica went first, as the end of a line; "" if none did.
+
+    `group` has the events of one delta, the newest first.
+    """
     approved = [event.message for event in group if event.what is EventKind.APPROVED]
     if approved:
         return f"; {approved[-1].partition(': ')[2]}"  # names the replica that went first

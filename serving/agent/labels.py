@@ -53,14 +53,16 @@ def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, de
 
     Returns the labels that moved; a label that cannot move is a problem in the result. If one has to move,
     the server is sent the whole configuration, and this waits until it is served, for `deadline_s` at most.
-    Nothing is sent if the server serves a model that the file does not list, or lacks one that it lists;
-    that is a problem, too, unless that model is loading. The configuration also has the present labels of
-    the agent's other models by their tags, and no label of a version that is not available.
+    Nothing is sent if the server serves a model that the file does not list, or lacks one that it lists; that
+    is a problem, too, unless that model is loading. The configuration also has the present labels of the
+    agent's other models by their tags, and no label of a version that is not available. `access` has the
+    files for TLS and a token.
 
     Raises:
-        UsageError: the file cannot be used.
-        ServerError: the server does not answer (CallFailed), refuses, or does not serve it in time; or, with
-            other ExportErrors, files that the file lists are missing or cannot be listed here.
+        UsageError: the configuration file, or a file for TLS or the token, cannot be used.
+        LfsPointer: one of these files is a pointer of Git LFS.
+        ServerError: the server does not answer or refuses (CallFailed), or does not serve the configuration
+            in time.
     """
     wanted, current, problems = _labels(client, rules)
     moved = {label: version for label, version in wanted.items() if current.get(label) != version}
@@ -92,8 +94,8 @@ def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, de
 def _labels(client: ModelClient, rules: LabelRules) -> tuple[dict[str, int], dict[str, int], list[str]]:
     """Return the wanted version of each label on a server, the present one, and problems as sentences.
 
-    A label that cannot move keeps its present version, and is left out if it has none. CallFailed if the
-    server does not answer.
+    `client` is of one model on the server. A label that cannot move keeps its present version, and is left
+    out if it has none. CallFailed if the server does not answer, or refuses.
     """
     problems: list[str] = []
     there = statuses(client)
@@ -120,7 +122,8 @@ def _labels(client: ModelClient, rules: LabelRules) -> tuple[dict[str, int], dic
 def _served(connect: Callable[[str], ModelClient]) -> frozenset[str]:
     """Return the names of a server's models if it lists them; empty for a stock server, which does not.
 
-    CallFailed if the server does not answer.
+    `connect` returns a client of the server for a model's name. CallFailed if the server does not answer, or
+    refuses for another reason than an unknown model.
     """
     with connect(_NO_MODEL) as client:
         try:

@@ -270,8 +270,9 @@ class Metrics:
             self._event_served.labels(*labels).observe(max(0.0, event.event_age_seconds))
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format; counters of replicas that are gone are removed
-        first.
+        """Return all metrics in Prometheus' text format.
+
+        Counters of replicas that are gone are removed first.
         """
         from prometheus_client import generate_latest
 

@@ -73,7 +73,7 @@ def p99(values: Sequence[float]) -> float | None:
 def next_pause(pause_s: float, found: Latencies, policy: PacePolicy) -> float:
     """Return the next pause between two deltas in seconds, 0 for none; see the module's table.
 
-    `pause_s` is the present pause; `found` are the latencies of the last probes.
+    `pause_s` is the present pause; `found` are the latencies of the last probes, `policy` has the limits.
     """
     idle, applying = found.idle_p99_s, found.applying_p99_s
     if idle is None or applying is None:
@@ -91,8 +91,7 @@ class Waiting:
         self._since: dict[tuple[int, int], float] = {}
 
     def longest_s(self, pairs: Iterable[tuple[Served, Log]], now: float) -> float:
-        """Return the seconds since the oldest pending delta of any version was first seen here; 0 without
-        any.
+        """Return the seconds since the oldest pending delta was first seen here; 0 if none is pending.
 
         `pairs` are all versions with their logs, `now` is in monotonic seconds. Records the pending deltas.
         """

@@ -60,10 +60,9 @@ class Publications:
         self._tell_untrusted()
 
     def wait(self, seen: int, timeout_s: float) -> int:
-        """Sleep until there is a change after number `seen`, or for `timeout_s`; return the last change's
-        number.
+        """Sleep until there is a change after number `seen`, or for `timeout_s`; return the newest number.
 
-        Returns at once if the last change has another number.
+        Changes are numbered from 1. Returns at once if the last change has another number.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._count != seen, timeout_s)
@@ -90,8 +89,7 @@ class Publications:
             self._changed.notify_all()
 
     def follow(self, stop: threading.Event) -> None:
-        """List the directory whenever something appears in it, and at least every `poll_s`, until `stop` is
-        set.
+        """List the directory when something appears in it, at least every `poll_s`, until `stop` is set.
 
         Changes are reported as `look` does; that the directory cannot be watched, once.
         """
@@ -106,8 +104,7 @@ class Publications:
             arrivals.wait(self._poll_s, stop)
 
     def look(self) -> None:
-        """List the directory now, report changes as events, and wake all threads in `wait` if something
-        changed.
+        """List the directory now; report changes as events, and wake all threads in `wait` if there are any.
 
         With `reads_ahead` a new version's mapped tables are read in a thread.
         """
@@ -160,9 +157,7 @@ class Publications:
         return found
 
     def _tell_untrusted(self) -> None:
-        """Report once, as an event, that replicas get no further: a publication is not signed by a trusted
-        key.
-        """
+        """Report once, as an event, that a publication is not followed: no trusted key has signed it."""
         message = next((error.message for error in self.current.untrusted), "")
         if message != self._untrusted:
             self._untrusted = message
@@ -170,8 +165,9 @@ class Publications:
                 self._report(EventKind.FAILED, f"not followed: {message}")
 
     def _read_ahead(self, number: int) -> None:
-        """Have the kernel read the mapped tables of version `number`, until there is a newer one; errors are
-        ignored.
+        """Have the kernel read the mapped tables of version `number`, until there is a newer one.
+
+        Errors are ignored.
         """
         version = self.model.path / str(number)
         with suppress(OSError, ManifestError, LfsPointer):  # only an optimization

@@ -116,7 +116,7 @@ class Puller:
         return replace(found, trouble=Trouble(Code.STORE, "the store does not answer", why, since))
 
     def follow(self, stop: threading.Event) -> None:
-        """Fetch what is new in the store every `poll_s`, until `stop` is set; errors are reported as events.
+        """Fetch new publications from the store every `poll_s`, until `stop` is set; report errors as events.
 
         Nothing is reported while another process fetches into the directory. A fetch that `stop` interrupts
         is resumed by the next agent.
@@ -212,11 +212,11 @@ def pullers_of(
     trusting: Trusting,
     canaries: Container[str] = (),
 ) -> dict[str, Puller]:
-    """Return the pullers by model; `options` are `[NAME=]URL`, where NAME may be left out if there is one
-    model.
+    """Return the pullers of the models that have a URL, by the model's name; nothing is fetched yet.
 
-    `models` has the directories; `poll_s` is in seconds. Each new log of a model in `canaries` is held at its
-    base from its first moment. Nothing is fetched yet.
+    `options` are `[NAME=]URL`, where NAME may be left out if there is one model. `models` has the
+    directories; `journal` gets the events; `poll_s` is in seconds; `trusting` names the keys. Each new log of
+    a model in `canaries` is held at its base from its first moment.
 
     Raises:
         UsageError: an option names an unknown model, or a model twice, or its URL is not a model's; two

@@ -45,9 +45,9 @@ class Readiness(Struct, frozen=True):
         return replace(self, was_sent=True) if is_it else self
 
     def seen(self, observed: Observed, published: Model) -> Readiness:
-        """Return the readiness after the server reported its versions and positions.
+        """Return the readiness after the server reported its versions and positions in `observed`.
 
-        `published` are the logs, limited to what the server may apply.
+        `published` are the logs, limited to the deltas that the server may apply.
         """
         before, now = self.version, observed.served
         if now is None:
@@ -80,7 +80,8 @@ def _went_back(before: Served | None, now: Served) -> bool:
 def _reach(version: Served, observed: Observed, published: Model) -> tuple[int, int]:
     """Return two positions that a version can reach: by all visible deltas, and without the refused ones.
 
-    Without a visible log both are its present position.
+    `observed` has the server's refusals, `published` the visible logs. Without a visible log both are the
+    version's present position.
     """
     log, at = published.logs.get(version.lineage), version.position or 0
     if log is None:

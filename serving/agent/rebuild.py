@@ -59,13 +59,20 @@ class Rebuilder:
         self._locks: dict[str, Lock] = {}
 
     def rebuild(self, address: str, model: str, path: Path) -> str:
-        """Have a server load a model again from `path`; return the reason if that was not done, "" if it was.
+        """Have a server load a model again; return the reason if that was not done, "" if it was.
 
-        It waits for the load, up to ten minutes, and meanwhile the server does not serve the model. Nothing
-        is sent if no other server serves it, another replica of it is being rebuilt, the published files are
-        damaged, or the configuration cannot be read. ServerError (CallFailed included) if the server does not
-        answer, refuses, does not unload the model within `deadline_s` or cannot load it again; ManifestError
-        if another model's directory cannot be listed here.
+        `path` is the model's directory here, whose newest published files are read and checked first. This
+        waits until the model is unloaded, up to `deadline_s`, and for the load, up to ten minutes; meanwhile
+        the server does not serve the model. Nothing is sent if no other server serves it, another replica of
+        it is being rebuilt, the published files are damaged or cannot be read, the configuration cannot be
+        used, or the server would wait for another model.
+
+        Raises:
+            ServerError: the server does not answer or refuses (CallFailed), or does not unload the model or
+                load it again in time.
+            UsageError: a file for TLS or the token cannot be used.
+            LfsPointer: the configuration, or one of these files, is a pointer of Git LFS.
+            OSError: this user may not look at another model's path.
         """
         if not self._is_served_elsewhere(address, model):
             return "no other replica would serve the model meanwhile"
@@ -92,9 +99,14 @@ class Rebuilder:
     def restore(self, address: str, model: str) -> None:
         """Send a server the whole configuration, and wait, up to ten minutes, until the server serves it.
 
-        ServerError if the file cannot be used, or the server would have to wait for a model (then nothing is
-        sent); or if it does not answer, refuses, or cannot load a model. ManifestError if another model's
-        directory cannot be listed here.
+        Nothing is sent if the server would have to wait for another model than `model`.
+
+        Raises:
+            ServerError: the configuration cannot be used, the server would have to wait, does not answer or
+                refuses (CallFailed), or cannot load a model.
+            UsageError: a file for TLS or the token cannot be used.
+            LfsPointer: the configuration, or one of these files, is a pointer of Git LFS.
+            OSError: this user may not look at another model's path.
         """
         try:
             config = self._read()
@@ -110,11 +122,11 @@ class Rebuilder:
         Reloader(config, connect, _LOADS_S, checks_paths=False).run()
 
     def _would_wait(self, config: Proto, address: str, model: str) -> str:
-        """Return the reason why a server would accept no further configuration after this one; "" if it
-        would.
+        """Return the reason why a server would accept no configuration after this one; "" if it would.
 
-        That happens if the file lists another model that the server does not serve, and whose path is
-        missing. CallFailed if the server does not answer, ManifestError if the path cannot be listed.
+        That happens if `config` lists another model than `model` that the server at `address` does not serve,
+        and whose path is missing. CallFailed if the server does not answer, OSError if this user may not look
+        at the path; UsageError or LfsPointer if a file for TLS or the token cannot be used.
         """
         for entry in config.model_config_list.config:
             is_other = entry.name != model
@@ -149,8 +161,9 @@ def _without(config: Proto, name: str) -> Proto:
 
 
 def _problem_of(model: Path) -> str:
-    """Read and check the newest published files in a model's directory; return what is wrong, "" if nothing
-    is.
+    """Check the newest published files in a model's directory; return the problem, "" without one.
+
+    All values are read.
     """
     try:
         log = read_log(model)

@@ -85,10 +85,10 @@ class Pacer:
         threading.Thread(target=self._prober.run, args=(self._access, stop), daemon=True).start()
 
     def paced(self, versions: Sequence[Served], published: Model, now: float) -> Paced:
-        """Return the pause, the time that the oldest applicable delta is pending, and whether the replica is
-        measured.
+        """Return the pause, the wait of the oldest applicable delta, and True if enough was measured.
 
-        `published` are the logs, limited to what the replica may apply; `now` is in monotonic seconds.
+        `versions` are the replica's; `published` are the logs, limited to the deltas that it may apply; `now`
+        is in monotonic seconds. Records since when deltas are pending.
         """
         logs = published.logs
         pairs = [(version, logs[version.lineage]) for version in versions if version.lineage in logs]
@@ -202,7 +202,7 @@ class Replica:
 
     @property
     def published(self) -> Model:
-        """Return the published logs, limited to what this replica may apply."""
+        """Return the published logs, limited to the deltas that this replica may apply."""
         return self._allowed(self.model, self.address, self.publications.current)
 
     @property
@@ -219,9 +219,9 @@ class Replica:
 
     @property
     def restarts(self) -> list[float]:
-        """Return the seconds since each restart of the last ten minutes, the last one first.
+        """Return the seconds since each restart of the last ten minutes, the last restart first.
 
-        It is a restart if the server answers again after nothing had listened there.
+        A restart is counted if the server answers again after nothing had listened there.
         """
         now = time.monotonic()
         return [now - at for at in reversed(tuple(self._restarted)) if now - at <= RESTARTS_S]
@@ -323,10 +323,11 @@ class Replica:
             self._report(EventKind.PACED, text)
 
     def _bring(self, client: ModelClient, action: Apply, bytes_: int) -> Updated:
-        """Bring a version to the action's position, and return where the update stopped.
+        """Bring a version to the action's position by calls of `client`, and return where the update stopped.
 
-        `bytes_`, the size of the deltas to apply, extends the call's deadline. `Updated.found_another` is
-        true if another update ran until the deadline. CallFailed if the server did not respond, or refused.
+        `bytes_`, the size of the deltas to apply, extends the deadline of each call. `Updated.found_another`
+        is true if another update ran until the deadline. CallFailed if the server did not respond, or
+        refused.
         """
         client.deadline_s = self._settings.deadline_s + bytes_ / BYTES_A_SECOND
         try:
@@ -355,16 +356,17 @@ class Replica:
         )
 
     def _is_damaged(self, action: Apply) -> bool:
-        """Return True if a delta to apply is damaged: bases of earlier releases fail at one without naming
-        it.
+        """Read the files of the deltas to apply, and return True if one is damaged.
+
+        Bases of earlier releases fail at a damaged delta without naming it.
         """
         return any(self.publications.damage(action.lineage, delta) for delta in action.chain)
 
     def _refused(self, client: ModelClient, action: Apply, reason: str) -> None:
         """Ask for the position again, and record and report the refused delta, the first after that position.
 
-        Earlier ones of the action were applied. If its files are damaged, that replaces `reason`. Nothing is
-        recorded if the position was reached or is unknown.
+        Earlier ones of the action were applied. If the delta's files are damaged, the damage replaces
+        `reason`. Nothing is recorded if the position was reached or is unknown.
         """
         self._observe(client)
         if self.observed.failures:  # not asked: the delta after its last known position may be applied by now
@@ -406,8 +408,11 @@ class Replica:
             self._report(EventKind.AUDIT, f"no audit of version {action.version}: {found.skipped}")
 
     def _rebuild(self, client: ModelClient) -> None:
-        """Have the model loaded again if there is a rebuilder, and observe it anew; failures are reported as
-        events.
+        """Have the model loaded again if there is a rebuilder, and ask for the versions anew.
+
+        If the server does not answer or fails (ServerError), that is recorded like a failed call; the reason
+        why nothing was done is reported as an event once. UsageError, LfsPointer or OSError if a file for TLS
+        or the token, the configuration, or another model's path cannot be read.
         """
         if self._rebuilder is None:
             return
@@ -430,7 +435,8 @@ class Replica:
     def _restore(self) -> None:
         """Add a model again that a killed agent had removed from the server, if there is a rebuilder.
 
-        A failure is recorded like a failed call.
+        A ServerError is recorded like a failed call. UsageError, LfsPointer or OSError if a file for TLS or
+        the token, the configuration (a pointer of Git LFS), or another model's path cannot be read.
         """
         if self._rebuilder is None or not self.observed.was_left_out:
             return

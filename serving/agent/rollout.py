@@ -251,8 +251,9 @@ def next_action(
 ) -> Action:
     """Return the next action for a replica; see the module's table.
 
-    All times are monotonic seconds: of the last update, of the last audit, and `new_version_at`, when the
-    newest version was first seen. `paced` matters only if `policy` has pacing.
+    `observed` is the last observation of the replica, `published` are the logs, limited to the deltas that it
+    may apply. Times are in monotonic seconds: `now`, `last_applied` (the last update), `last_audit`, and
+    `new_version_at`, when the newest version was first seen. `paced` matters only if `policy` has pacing.
     """
     if observed.failures and now < observed.retry_at:
         return Wait(observed.retry_at)
@@ -379,7 +380,7 @@ def _refused_or_past(replica: Observed, refusal: Refusal) -> bool:
 def needs_base(replicas: Iterable[Observed], published: Model) -> bool:
     """Return True if quarantined deltas keep a replica from its log's newest position.
 
-    The other deltas do not lead there.
+    That is so if the other published deltas do not lead there.
     """
     replicas = tuple(replicas)
     stopping = quarantined(replicas, published)
@@ -397,11 +398,10 @@ def needs_base(replicas: Iterable[Observed], published: Model) -> bool:
 
 
 def differences(before: Sequence[Served], now: Sequence[Served]) -> tuple[tuple[Served, str, str], ...]:
-    """Return the events between two observations of a replica: (version, kind of event, text), in order of
-    `now`.
+    """Return the events between two observations of a replica, each as (version, kind of event, text).
 
-    A kind is `version` for a new version or state, `restarted` for an earlier position. A version that is
-    gone has no event.
+    They are in the order of `now`. A kind is `version` for a new version or state, `restarted` for an earlier
+    position. A version that is gone has no event.
     """
     known = {version.number: version for version in before}
     events = []

@@ -93,7 +93,7 @@ class ModelStanding(Struct, frozen=True):
 
 
 class FleetStanding(Struct, frozen=True):
-    """All models; `findings` are those of all models, the worst first, empty if every replica is fresh."""
+    """All models; `findings` has the findings of all, the worst first, empty if every replica is fresh."""
 
     models: tuple[ModelStanding, ...]
     findings: tuple[Finding, ...]
@@ -118,7 +118,9 @@ class FleetStanding(Struct, frozen=True):
 def assess(view: FleetView, fresh_within_s: float) -> FleetStanding:
     """Return the states of all models, the worst first.
 
-    A replica that lacks a publication for more than `fresh_within_s` is late.
+    A replica that lacks a publication for more than `fresh_within_s` is late. CheckpointError if a finding's
+    command needs the newest manifest, which is a pointer of Git LFS; UsageError if trusted keys cannot be
+    read.
     """
     models = [_assess(model, fresh_within_s) for model in view.models]
     findings = [finding for model in models for finding in model.findings]
@@ -128,15 +130,14 @@ def assess(view: FleetView, fresh_within_s: float) -> FleetStanding:
 
 
 def _worst(model: ModelStanding) -> int:
-    """Return the rank of a model's worst finding, for sorting, the lowest being the worst; len(Code) without
-    any.
-    """
+    """Return the rank of a model's worst finding, the lowest being the worst; len(Code) without any."""
     return min((finding.code.rank for finding in model.findings), default=len(Code))
 
 
 def standing(model: ModelView, replica: ReplicaView, fresh_within_s: float) -> Standing:
-    """Return the state of one replica of `model`; one that lacks a publication for over `fresh_within_s` is
-    late.
+    """Return the state of one replica of `model`.
+
+    A replica that lacks a publication for more than `fresh_within_s` seconds is late.
     """
     if not replica.is_answering:
         if not replica.error:
@@ -241,15 +242,20 @@ def _lifting(model: ModelView) -> list[str]:
 
 
 def _past(model: ModelView) -> str:
-    """Return the shell command that ends a rollback; after a canary's, the rejected values are not published
-    again.
+    """Return the shell command that ends a rollback.
+
+    After a canary's rollback, the rejected values are not published again.
     """
     words = ["export-model", "resume", _where_held(model)]
     return command(*words, *(["--lift-only"] if model.rollback and model.rollback.is_canary else []))
 
 
 def _of_publications(model: ModelView) -> Iterator[Finding]:
-    """Yield findings about the published model, and about replicas that cannot apply it."""
+    """Yield findings about the published model, and about replicas that cannot apply it.
+
+    CheckpointError if a command needs the newest manifest, which is a pointer of Git LFS; UsageError if
+    trusted keys cannot be read.
+    """
     trouble = None if model.store is None else model.store.trouble
     yield from _of_hold(model)
     if model.problem and trouble is None:
@@ -336,7 +342,11 @@ def _of_publishers(model: ModelView) -> Iterator[Finding]:
 
 
 def _of_store(model: ModelView, store: StoreView, trouble: Trouble) -> Finding:
-    """Return the finding that a store's publications are not here: the reason, since when, and a command."""
+    """Return the finding that a store's publications are not here: the reason, since when, and a command.
+
+    `trouble` is the failure of the last look into the store. CheckpointError if the command needs the newest
+    manifest, which is a pointer of Git LFS; UsageError if trusted keys cannot be read.
+    """
     since = f"since {trouble.since:%H:%M:%S} UTC"
     text = f"{trouble.text}, {since}"
     doctor = command("export-model", "doctor", store.url)

@@ -318,7 +318,7 @@ def _why_unserved(name: str, replica: ReplicaView) -> str:
 def view(
     fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller], expected_s: float | None = None
 ) -> FleetView:
-    """Return the fleet's present state; `pullers` are by model.
+    """Return the fleet's present state; `canaries` and `pullers` are by model.
 
     A publication is expected every `expected_s` seconds, or by the publisher's habit if that is None.
     """
@@ -337,11 +337,10 @@ def view(
 
 
 def _silence(found: Publications, puller: Puller | None, now: datetime, expected_s: float | None) -> Silence:
-    """Return the publisher's silence at `now`; of a copy by its store, unknown while the store cannot be
-    read.
+    """Return the publisher's silence at `now`; of a copy, since the newest publication in its store.
 
-    `puller` is None unless the model is a copy. A publication is expected every `expected_s` seconds, or by
-    the publisher's habit if that is None.
+    The silence of a copy is unknown while the store cannot be read. `puller` is None unless the model is a
+    copy. A publication is expected every `expected_s` seconds, or by the publisher's habit if that is None.
     """
     if puller is None:
         return found.habit.silence(now, expected_s)
@@ -513,12 +512,15 @@ class Recorder(Struct):
     )
 
     def follow(self, stop: threading.Event) -> None:
-        """Record a sample every second, until `stop` is set; an exception of `view` or `tell` ends it."""
+        """Record a sample every second, until `stop` is set.
+
+        An exception of `view` or `tell` ends the recording.
+        """
         while not stop.wait(PERIOD_S):
             self.look()
 
     def look(self) -> None:
-        """Record one sample of a new view, and pass the view to `tell`."""
+        """Record one sample of a new view, after the function `tell` got the view."""
         view = self.view()
         self.tell(view)
         stale = {
@@ -533,14 +535,15 @@ class Recorder(Struct):
             self.hours.append((view.at, {model.name: _hour(view.at, model) for model in view.models}))
 
     def hour(self, model: str) -> list[Hour]:
-        """Return the served positions and delays of a model in the last hour, one each ten seconds, the
-        oldest first; empty for an unknown model.
+        """Return the served positions and delays of a model in the last hour, one each ten seconds.
+
+        The oldest is first; empty for an unknown model.
         """
         return [found[model] for _, found in tuple(self.hours) if model in found]
 
     def series(self, model: str, address: str) -> list[float | None]:
         """Return the delays of one replica in the last ten minutes, one each second, the oldest first.
 
-        They are in seconds, None if unknown, or if the replica was not there.
+        They are in seconds; a delay is None if it is unknown, or if the replica was not there.
         """
         return [sample.stale_s.get((model, address)) for sample in tuple(self.samples)]
