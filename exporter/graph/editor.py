@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -303,7 +303,7 @@ _import_numbers = itertools.count()
 _BORROWED = re.compile("^borrowed_[0-9]+__")
 
 
-def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
+def privately_named(library: Proto, nodes: Collection[Proto]) -> Proto:
     """Make a GraphDef of copies of `nodes` and the functions that they need, to import into a part.
 
     The functions, from `library`, get names that are unique in this process; `GraphEditor.function` restores

@@ -131,14 +131,6 @@ class ChangedTable(Struct, frozen=True, rename={"label": "dtype"}):
         """The names of the table's tensors: row numbers, keys, rows, removed keys."""
         return f"{self.name}/ids", f"{self.name}/keys", f"{self.name}/values", f"{self.name}/removed"
 
-    @property
-    def kind(self) -> tuple[str, int, int]:
-        """The label of the dtype, the dimension and the capacity.
-
-        A trainer's table accepts the rows only with the same dtype and dimension, and at least this capacity.
-        """
-        return self.label, self.dim, self.capacity
-
 
 class TableRows(Struct, frozen=True, eq=False):
     """The tensors of one table in an increment; see the module."""

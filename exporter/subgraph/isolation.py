@@ -404,7 +404,7 @@ def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> F
     The graph is not changed. A feed that nothing uses is left out.
 
     Raises:
-        KeyError: a node of `fetches` does not exist.
+        KeyError: a node of `fetches`, or one that it reads, does not exist: `clean` refuses such graphs.
         NotServable: a node outputs a reference.
     """
     by_name = {node.name: node for node in graph_def.node}
