@@ -68,8 +68,8 @@ class Arrivals:
     def sleep(self, seconds: float) -> None:
         """Wait up to `seconds` for a change in the directories, which need not exist yet.
 
-        Returns soon after one. A change since the last call counts. Without inotify it always waits the
-        whole time.
+        Returns 3 to 50 ms after a change; a change since the last call counts. Without inotify it always
+        waits the whole time.
         """
         self.watch(self._directories)
         self.wait(seconds)

@@ -159,7 +159,10 @@ class Mirror:
         return shown if shown is not None and shown.inode == inode else self._stand_ins.get(inode)
 
     def has(self, name: str) -> bool:
-        """True if the file of this name stands for the listed object: no process has replaced it here."""
+        """True if the file of this name stands for the object that was listed under this name.
+
+        False if a process has replaced the file here, or if there is none.
+        """
         held = self.held(name)
         return held is not None and held is self._shown.get(name)
 

@@ -348,7 +348,10 @@ class ObjectWriter(ObjectReader):
                 return None
 
     def put(self, key: str, content: bytes) -> None:
-        """Put an object, replacing an existing one; PublishError if the store refuses it."""
+        """Put an object with this key and content, replacing an existing one.
+
+        PublishError if the store refuses it.
+        """
         self._put(key, content, "overwrite")
 
     def fetch(self, key: str, limit: int) -> tuple[bytes, Tag] | None:

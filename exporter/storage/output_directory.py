@@ -75,8 +75,8 @@ class Directory(Protocol):
     def names(self, below: str) -> list[str]:
         """Return the names, `below/...`, of the objects directly below a name, sorted; empty without any.
 
-        Of a store, objects further down are returned, too. CheckpointError or PublishError, or a subclass, if
-        the directory cannot be read.
+        Of a store, objects further down are returned, too; unfinished files of a local directory are left
+        out. CheckpointError or PublishError, or a subclass, if the directory cannot be read.
         """
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
@@ -252,7 +252,10 @@ def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
 
 @contextmanager
 def new_path(directory: Path) -> Iterator[Path]:
-    """Yield an unused path in `directory`; a file that is there at the end is removed."""
+    """Yield an unused path in `directory`; at the end of the block, remove the file that was made there.
+
+    A file that was moved away or cannot be removed is no error.
+    """
     path = directory / f"{NEW_PREFIX}{os.urandom(8).hex()}"
     try:
         yield path

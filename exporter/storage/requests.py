@@ -66,9 +66,9 @@ def upload_parts(size: int) -> tuple[int, int]:
 
 
 def aligned(start: int, stop: int, size: int) -> tuple[int, int]:
-    """Return the range (start, stop) to fetch when one is read from an object of `size` bytes.
+    """Return the range (start, stop) to fetch for a read of `start` to `stop` of an object of `size` bytes.
 
-    It is extended to whole megabytes, as neighbours are often read next.
+    It is extended to whole MiB, or to the object's end, because neighbours are often read next.
     """
     return start // GAP_BYTES * GAP_BYTES, min(-(-stop // GAP_BYTES) * GAP_BYTES, size)
 

@@ -94,15 +94,19 @@ def counted(calls: Calls) -> Iterator[None]:
 
 
 def calling(what: str) -> AbstractContextManager[None]:
-    """Return a context in which a call to a store is in progress; `what` names it for people."""
+    """Return a context that counts its block as one call to a store, in the `Calls` of this thread.
+
+    `what` names the call for people.
+    """
     return _this.calls.entered(what)
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the requests of a block to `seconds` in total.
+    """Limit the time of a block that makes requests to `seconds`.
 
-    When they are over, the block is left without an error.
+    A request that is waiting then, or begins later, ends the block without an error. Other code of the block
+    is not interrupted.
     """
     end = threading.Event()
     timer = threading.Timer(seconds, end.set)
@@ -117,7 +121,10 @@ def within(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def setting_if_interrupted(end: threading.Event) -> Iterator[None]:
-    """Set an event if the block is left by a BaseException that is not an Exception, as by SIGINT."""
+    """Set the event `end` if a BaseException that is not an Exception ends the block, as after SIGINT.
+
+    The exception passes.
+    """
     try:
         yield
     except BaseException as error:
@@ -154,8 +161,8 @@ def workers(count: int, name: str) -> Iterator[Executor]:
 def awaited(ask: Callable[[], T]) -> T:
     """Return the result of `ask`, or raise its exception; GivenUp once the request is not wanted any more.
 
-    `ask` runs in another thread, unless this is neither the main thread nor one in `until` or `workers`.
-    After GivenUp it may still be running.
+    If this is the main thread, or a thread in `until` or `workers`, `ask` runs in another thread, and may
+    still be running after GivenUp. Otherwise `ask` runs here, to its end.
     """
     ends = _this.ends
     if not ends and threading.current_thread() is not threading.main_thread():

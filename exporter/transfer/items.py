@@ -124,7 +124,7 @@ class Item(Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """The lower-case SHA-256 of the manifest."""
+        """The SHA-256 of the manifest's bytes, in lower-case hexadecimal digits."""
         return hashlib.sha256(self.content).hexdigest()
 
     @property
@@ -157,7 +157,7 @@ class StoredItems(StoredModel, frozen=True):
 
 
 def local_items(model: Path) -> list[Item]:
-    """Return the local versions and deltas, in the order in which they are copied (`Item.order`).
+    """Return the versions and deltas of a local model, in the order in which they are copied (`Item.order`).
 
     Raises:
         ManifestError: a directory cannot be listed, a manifest cannot be read, is not signed by a trusted

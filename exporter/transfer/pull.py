@@ -165,8 +165,10 @@ def superseded(
     """Return the items of a copy that the store no longer has and that can be removed, by `Item.order`.
 
     `here` has the items of the copy at `model`, by path; `stored` are the paths of the store's publications,
-    and `is_current` tells that all of them are here. An item can be removed if servers do not need it: see
-    the module's docstring. OSError if a manifest in the copy cannot be looked at.
+    and `is_current` tells that all of them are here. An item can be removed if another one replaces it that
+    is settled: no hold keeps it from servers, and it is 300 s old. If `is_current`, and all items that the
+    store has are settled, a version among them, any item can be removed but a rollback or a resumption.
+    OSError if a manifest in the copy cannot be looked at.
     """
     gone = sorted((item for path, item in here.items() if path not in stored), key=lambda item: item.order)
     if not gone:
@@ -291,8 +293,11 @@ def pull(
 
     Raises:
         UsageError: the URL is not that of a model in a store, or `model` cannot be a copy.
-        CheckpointNotFound, PositionMoved, ForeignLineage, PublicationDamaged, NotTrusted, TargetBusy: as
-            `LocalCopy.update`.
+        CheckpointNotFound: the store has no model at this URL.
+        PositionMoved, ForeignLineage: the copy has publications that do not fit those of the store.
+        PublicationDamaged: the next publication is damaged, and none replaces it.
+        NotTrusted: no trusted key has signed what is in the store or here.
+        TargetBusy: another pull into this copy, or an exporter, keeps its lock too long.
         ExportError, OSError: the store cannot be read, or the copy cannot be read or written.
     """
     return LocalCopy(url, model, prune=prune, trust=trust, workers=workers).update(progress)
@@ -571,9 +576,9 @@ class _Pull:
         """Fetch the missing publications, set the holds and tags, and return the result of the pull.
 
         Superseded publications are removed first; without `prune`, only versions that a rollback or
-        resumption published again here. If the copy has publications that lead elsewhere and the store has
-        not gone on, only holds and tags are set. `head` is the store's, None without one. `progress` makes
-        the bars for bytes fetched.
+        resumption published again here. If something was published in this copy, and nothing in the store
+        since, only holds and tags are set. `head` is the store's, None without one. `progress` makes the bars
+        for bytes fetched.
 
         Raises:
             PositionMoved: something was published here, and something else there.
@@ -813,7 +818,7 @@ class _Pull:
     def _is_led_to(self, base: Item, position: int) -> bool:
         """True if deltas that are here or may come bring a server from `position` to the base, or beyond.
 
-        Deltas count that are in the copy or in the store, without those withheld.
+        Deltas of the copy and of the store count, except withheld ones. `position` is one in the base's log.
         """
         items = (item for each in (self.here, self._stored.items) for item in each.values())
         deltas = {item.path: item for item in items if item.log == base.log_path}.values()
@@ -1066,9 +1071,10 @@ class _Pull:
         return True
 
     def _announce(self, item: Item) -> None:
-        """Record beside the copy that an item came from the store, which may remove it before the next pull.
+        """Record beside the copy that `item` came from the store, also for when the store has removed it.
 
-        ManifestError if the record is damaged, PublishError or a subclass if it cannot be written.
+        ManifestError if the file of remembered heads is damaged, PublishError or a subclass if it cannot be
+        written.
         """
         head = recall(self._model, self._url) or Head()
         if (coming := head.uploading) is not None and coming.path in self.here:
@@ -1116,9 +1122,9 @@ class _Pull:
         return staged, spared
 
     def _require_sizes(self, item: Item) -> None:
-        """Raise PublicationDamaged if an object's size is not that in the item's manifest.
+        """Raise PublicationDamaged if an object of `item` has another size than its manifest says.
 
-        A missing one may still come.
+        A missing object is no error, because it may still come.
         """
         for file in item.manifest.files:
             each = self._stored.objects.get(f"{item.path}/{file.path}")
@@ -1294,11 +1300,11 @@ class _Pull:
                 self._set_hold(name, content)
 
     def _set_hold(self, name: str, content: bytes | None) -> None:
-        """Set the store's hold beside the copy's own, or remove it; `content`: its number's bytes, or None.
+        """Set the store's hold beside the copy's own; remove the store's hold if `content` is None.
 
-        `name` is the path of the number below the model. Writes under the model's lock, and only if anything
-        changes: TargetBusy, PublishError or a subclass if it cannot. ManifestError if `name` is not a path
-        below the model, or the file of remembered heads is damaged.
+        `content` has the bytes of its number, `name` is the path of the number below the model. Writes under
+        the model's lock, and only if anything changes: TargetBusy, PublishError or a subclass if it cannot.
+        ManifestError if `name` is not a path below the model, or the file of remembered heads is damaged.
         """
         hold = Hold((self._model / name).parent)
         if self._both(name, hold, content) is None:
@@ -1453,9 +1459,9 @@ class _Pull:
                 self._set_hold(name, None)
 
     def _had(self, name: str) -> bytes | None:
-        """Return a file of holds or tags as the store had it when this copy last pulled or pushed.
+        """Return the content of a file of holds or tags in the head that this copy remembers of the store.
 
-        `name` is its path below the model. None if the store had no such file, or is not remembered.
+        `name` is its path below the model. None if that head has no such file, or no head is remembered.
         ManifestError if the file of remembered heads is damaged.
         """
         known = recall(self._model, self._url)
@@ -1533,8 +1539,8 @@ class _MergedHere(ExitStack):
     def give(self, file: FileEntry, path: Path) -> bool:
         """Move a file of the merged base to `path`, which is replaced if it exists; return True then.
 
-        False if the merger has no such file of the manifest's size, or is not possible here. The first call
-        merges the base, which may take long.
+        False if the merged base has no such file of this size, or cannot be made here: `why` is set then. The
+        first call merges the base, which may take long.
 
         Raises:
             DiskFull: there is no room for the base.

@@ -99,7 +99,10 @@ class _ModelMirror(Mirror):
         self.is_outdated = False
 
     def require_current(self) -> None:
-        """Raise PositionMoved if an object was missing when it was read, even if that error was ignored."""
+        """Raise PositionMoved if an object was missing or replaced when it was read since the last `show`.
+
+        It is raised even if the reader ignored that error.
+        """
         if self.is_outdated:
             raise PositionMoved(f"another machine published to {self.url} meanwhile")
 

@@ -48,7 +48,8 @@ class SameFiles(Generic[T]):
     def place(self, content: object) -> T | None:
         """Return the place of a file with this content (see `Passage.content`); None if there is none.
 
-        The files that were added since the last call are read first; damaged versions are skipped.
+        The indexes of the versions that were added since the last call are read first; a damaged version is
+        skipped. It waits for other threads in this method.
         """
         with self._lock:
             while self._new:
@@ -97,9 +98,10 @@ class StoredFiles(SameFiles[RemoteObject]):
 
 
 def _unchanged(stored: StoredModel, path: str, file: FileEntry) -> RemoteObject | None:
-    """Return the object of a version's file; None if it is not as published, or the store cannot copy it.
+    """Return the object of a version's file, if the store can copy it as it was published; else None.
 
-    `path` is the version's, below the model. KeyError if the version is not in the store.
+    None if it is missing, has another size, was written after the manifest, or has more than 5 GiB. `path` is
+    the version's path below the model. KeyError if `stored` does not have the version.
     """
     each, manifest = stored.objects.get(f"{path}/{file.path}"), stored.manifests[path]
     is_same = each is not None and each.size == file.bytes_ and each.modified <= manifest.modified

@@ -102,7 +102,10 @@ def repeated(item: Item, here: Mapping[str, Item], stored: Container[str]) -> It
 
 
 def _decision(item: Item) -> tuple[DeltaOrigin, int] | None:
-    """Return if a delta is a rollback or a resumption, and the position it restored; None for other items."""
+    """Return the origin of a delta, rollback or resumption, and the position that it restored.
+
+    None for any other item.
+    """
     entry, to = item.manifest.incremental, restored(item)
     return (entry.made, to) if isinstance(entry, DeltaEntry) and to is not None else None
 
