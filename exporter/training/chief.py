@@ -50,9 +50,10 @@ def checkpoint_dir(directory: Path | str, strategy: Strategy | None = None) -> I
     `directory` is made if need be. The temporary directory is inside it, and is removed when the block ends;
     one that a killed worker left is removed when the block begins, by the worker of its number or the chief.
     Use it around one save or around the whole training, and restore from `directory` in all processes.
+    `strategy` is as for `is_chief`: without it the environment decides.
 
     Raises:
-        RoleUnknown: as `is_chief`.
+        RoleUnknown: the environment contradicts itself.
         UsageError: `directory` is not a path of this machine.
         TargetNotWritable, DiskFull, PublishError: the directory cannot be made.
     """

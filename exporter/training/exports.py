@@ -135,13 +135,16 @@ def ExportCallback(
     wait_seconds: float = WAIT_SECONDS,
     raise_on_failure: bool = False,
 ) -> Any:
-    """Return a Keras callback (Keras 3 or tf-keras) like `ExportHook`.
+    """Return a Keras callback (Keras 3 or tf-keras) that exports checkpoints like `ExportHook`.
 
-    It looks for checkpoints when an epoch ends. Put it after the callback that saves. With a
-    MultiWorkerMirroredStrategy the strategy names the chief.
+    It looks for checkpoints when an epoch ends. Put it after the callback that saves. `is_chief` says whether
+    this process exports; None: the strategy decides if it is a MultiWorkerMirroredStrategy, else the
+    environment. The other arguments are those of `ExportHook`.
 
     Raises:
-        UsageError, RoleUnknown, ExportFailed: as `ExportHook`.
+        UsageError: the arguments contradict each other.
+        RoleUnknown: from `fit`: the environment contradicts itself.
+        ExportFailed: from the end of `fit`, with `raise_on_failure`.
     """
     exports = ExportSchedule(what, every_checkpoints, wait_seconds, raise_on_failure)
 

@@ -131,13 +131,17 @@ def MonitoredTrainingSession(
 ) -> Any:
     """Make a `tf.compat.v1.train.MonitoredTrainingSession` with an `IncrementHook`.
 
-    `stock` are other arguments of TensorFlow's session. A scaffold and a saver of the caller's are accepted.
-    Without an interval for increments the result is TensorFlow's session, without a hook.
+    The options of increments are those of the hook; the other arguments are TensorFlow's. A scaffold and a
+    saver of the caller's are accepted. Without an interval for increments the result is TensorFlow's session,
+    without a hook.
 
     Raises:
         UsageError: an interval is given, but full checkpoints are off or have no directory; several intervals
             are given, or one is not positive; or `incremental_save_restore` is on without an interval. Later,
-            from the session, as `IncrementHook`.
+            from the session: the graph has no global step, or a variable that increments cannot hold; there
+            is no full checkpoint, or the session has not restored it; a worker trains without the hook.
+        PublishError: from the session: an increment could not be written three times in a row, or not at the
+            end.
     """
     import tensorflow as tf
 

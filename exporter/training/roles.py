@@ -157,8 +157,11 @@ def _without_list(environ: Mapping[str, str]) -> Role:
 def is_chief(environ: Mapping[str, str] | None = None) -> bool:
     """True if this node saves and exports: the chief of its cluster, or a node alone.
 
+    `environ` has the environment variables to read; None: this process's.
+
     Raises:
-        RoleUnknown: as `node_role`.
+        RoleUnknown: the environment is malformed or contradicts itself.
+        UsageError: `environ` is not a mapping.
     """
     return node_role(environ).is_chief
 

@@ -1190,8 +1190,8 @@ class Store:
         """Publish the increment that `fill` writes; return its directory, or None if nothing changed.
 
         `fill` is called with a bundle's writer, and returns fields of the manifest; nothing changed if all of
-        them are empty. `draft` has the other fields. Left-overs of killed trainers are removed. Raises
-        `failure` if the increment cannot be written; other errors of `fill` pass.
+        them are empty. `draft` has the other fields. Left-overs of killed trainers are removed. NotPublished
+        (the store's `failure`) if the increment cannot be written; other errors of `fill` pass.
         """
         staging = self.path / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -1221,7 +1221,7 @@ class Store:
     def note(self, marker: Document) -> None:
         """Write a checkpoint's marker, which replaces one of the same name.
 
-        Raises `failure` if that fails.
+        NotPublished (the store's `failure`) if that fails.
         """
         name = f"{marker['checkpoint']['name']}.json"
         self._place(name, _text({"format_version": 1, "kind": "milestone", **marker}))
@@ -1229,7 +1229,7 @@ class Store:
     def claim(self, session: str) -> None:
         """Record that a session, by its id, has begun to write here, so that an older one stops.
 
-        Raises `failure` if that fails.
+        NotPublished (the store's `failure`) if that fails.
         """
         self._place(_SESSION, f"{session}\n")
 
@@ -1722,8 +1722,9 @@ class Publisher:
         It may be called again, if a full checkpoint was saved meanwhile.
 
         Raises:
-            Refused: as `save`.
-            NotPublished: it could not be written.
+            Refused: there is no full checkpoint to build on, or another training writes here, too.
+            NotPublished: the increment or the checkpoint's marker could not be written.
+
         Errors of the session and of reading the checkpoint, TensorFlow's own, pass.
         """
         tip = self._tip
@@ -1780,8 +1781,8 @@ class Publisher:
         """Begin a session with the state of a full checkpoint, plus rows that are flagged.
 
         The run continues if the checkpoint equals the end of its chain; otherwise a new run begins. Writes
-        the session's claim, and the checkpoint's marker if it has none: the store's `failure` is raised if
-        that fails.
+        the session's claim, and the checkpoint's marker if it has none: NotPublished (the store's `failure`)
+        if that fails.
         """
         history = self._store.records()
         last = history.end_at(full)
@@ -2064,7 +2065,8 @@ class IncrementHook(SessionHook):
         """Chief: publish an increment if one is due; others do nothing.
 
         Raises Refused if a worker trains without the hook, there is no full checkpoint, or another training
-        writes here; NotPublished as `Publisher.save` and `Publisher.notice`.
+        writes here; NotPublished if publishing failed for the third time in a row, or the record of a full
+        checkpoint cannot be written. TensorFlow's errors pass.
         """
         if self._chief is not None:
             # The run fetched the step before its own update or after it: the order is not defined.
@@ -2078,7 +2080,8 @@ class IncrementHook(SessionHook):
         """Chief: publish an increment if it is due; others do nothing.
 
         Raises Refused if a worker trains without the hook, there is no full checkpoint, or another training
-        writes here; NotPublished as `Publisher.save` and `Publisher.notice`.
+        writes here; NotPublished if publishing failed for the third time in a row, or the record of a full
+        checkpoint cannot be written. TensorFlow's errors pass.
         """
         if self._chief is None:
             return
@@ -2089,10 +2092,11 @@ class IncrementHook(SessionHook):
             self._chief.publisher.save(session, step)
 
     def end(self, session: Session) -> None:
-        """Chief: publish the last increment.
+        """Chief: publish the last increment; others do nothing.
 
-        Replaces `session.close`, to do so again if a saver has written a full checkpoint until then. Raises
-        Refused and NotPublished as `Publisher.finish`; so may `session.close` then.
+        Replaces `session.close`, to do so again if a saver has written a full checkpoint until then. Refused
+        if there is no full checkpoint, or another training writes here; NotPublished if the increment cannot
+        be written; `session.close` may raise them, too. TensorFlow's errors pass.
         """
         if self._chief is not None:
             self._finish(session)
@@ -2317,7 +2321,7 @@ class Fit:
 
         Refused if TensorFlow does not execute eagerly, the model is not built, or its variables move between
         processes, or the directory has no full checkpoint with a step even then; NotPublished if the records
-        cannot be written. Errors of the manager pass.
+        cannot be written. Errors of the manager, and TensorFlow's of reading a checkpoint, pass.
         """
         _check(model)
         self._iterations = model.optimizer.iterations
@@ -2338,8 +2342,9 @@ class Fit:
     def after_batch(self) -> None:
         """Save a full checkpoint, an increment, both or none, whichever is due.
 
-        Raises Refused and NotPublished as `Publisher.save` and `Publisher.notice`; errors of the manager
-        pass.
+        Raises Refused if another training writes here, or there is no full checkpoint; NotPublished if
+        publishing failed for the third time in a row, or the record of a full checkpoint cannot be written;
+        errors of the manager pass.
         """
         step = self._step
         if self._save_checkpoint_steps and step - self._last_full >= self._save_checkpoint_steps:
@@ -2351,7 +2356,8 @@ class Fit:
     def end(self) -> None:
         """Save a full checkpoint, unless this step has one, and the increment that equals it.
 
-        Raises Refused and NotPublished as `Publisher.finish`; errors of the manager pass.
+        Raises Refused if another training writes here, or there is no full checkpoint; NotPublished if the
+        increment cannot be written; errors of the manager pass.
         """
         if self._step != self._last_full:
             self._save_full()

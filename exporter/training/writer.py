@@ -74,13 +74,14 @@ class IncrementWriter:
         values: Mapping[str, Array],
         tables: Mapping[str, tuple[Array, Array]] | None = None,
     ) -> Path:
-        """Write a full checkpoint and return its prefix; `tables` are tables by keys, as (keys, rows).
+        """Write a full checkpoint, from which later increments continue, and return its prefix.
 
-        `values` and `tables` are by name. The state file then names the new checkpoint as the newest. Its
-        values are not synced to disk.
+        `values` are variables by name, `tables` are tables by keys, as (keys, rows), by name. The state file
+        then names the new checkpoint as the newest. Its values are not synced to disk.
 
         Raises:
-            TargetNotWritable, DiskFull, PublishError: it was not written, or not completely.
+            TargetNotWritable, DiskFull, PublishError: it, or the record that increments continue from it, was
+                not written, or not completely.
             ValueError: two tensors have one name, or an array has objects that are not strings.
             KeyError: an array has a type that TensorFlow lacks.
         """
@@ -124,7 +125,10 @@ class IncrementWriter:
             MissingTensors: the full checkpoint has no variable or table of this name.
             ShapeMismatch: values have another shape or dtype, rows do not exist, or a row or key is given
                 twice.
-            CorruptFile: the full checkpoint's tables are damaged.
+            CorruptFile, UnsupportedFormat: the full checkpoint's tables are damaged, or have rows outside its
+                tensors.
+            CheckpointError: the full checkpoint's object graph cannot be read; CheckpointChanged if it has
+                vanished.
             TargetNotWritable, DiskFull, PublishError: nothing was written.
         """
         tip, gone = self._tip, removed or {}

@@ -161,10 +161,9 @@ def _give(process: subprocess.Popen[bytes], document: bytes) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and the processes that it has started, except those of other groups, and wait for it.
+    """End a command and what it has started in its process group, and wait for the command.
 
-    It sends the command's process group SIGTERM; after the command's end, or after 2 seconds, it sends the
-    rest SIGKILL.
+    It sends the group SIGTERM; after the command's end, or after 2 seconds, it sends the rest SIGKILL.
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
