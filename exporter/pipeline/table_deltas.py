@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, find_variable
+from exporter.checkpoint.source_shard import written_to
 from exporter.delta.format import Change, Schema
 from exporter.delta.layered_state import CheckedFiles, LayeredState
 from exporter.delta.table_changes import KeyedChange, ServedTable, compared, upserted
@@ -18,6 +19,7 @@ from exporter.increments.changed_tables import TrainedTable, in_dtype
 from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
 from exporter.pipeline.trainer_state import TrainerState
 from exporter.publish.delta_log import DeltaLog, LogBase
+from exporter.storage.files import identity_of
 from exporter.storage.layout import CHECKED_DIRECTORY
 
 
@@ -219,6 +221,7 @@ def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChang
     spec, published = log.base.entry.mapping_spec, log.state()
     tables = [*_tables(spec, log.schema, trainer.catalog, published)]
     told = _told_of(trainer, tables)
+    files = {path: identity_of(path) for path in trainer.catalog.shards}
     changes: dict[str, Change] = {}
     size = 0
     for each in tables:
@@ -228,4 +231,8 @@ def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChang
         now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.admission, *layer)
         changes |= compared(each.served, now, scratch)
         size += len(now.keys) * each.served.row_values.row_bytes
+    # Rows were read in maps, after their checksums: the files are the same, or gone, which leaves maps whole.
+    for path, before in files.items():
+        if before is not None and identity_of(path) not in (before, None):
+            raise written_to(path)
     return TableChanges(changes, size)

@@ -16,9 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exporter.checkpoint.admission import Admission
+from exporter.checkpoint.embedding_variables import embedding_variables
+from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.delta.table_changes import compared
 from exporter.errors import CorruptFile, SchemaChanged, TableFull
 from exporter.options import DeltaDtype
-from exporter.pipeline import log_maintenance
+from exporter.pipeline import log_maintenance, table_deltas
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
@@ -105,6 +108,28 @@ def test_a_comparison_sends_what_differs_alone(trainer: DeepRecTrainer, model: P
     assert len(changes["emb/user/values"].ids) == 2
     assert "item/values" not in changes
     assert served(read_log(model)) == trainer.now()
+
+
+def test_a_checkpoint_that_is_written_to_while_its_rows_are_compared(
+    trainer: DeepRecTrainer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are compared in maps of files, whose checksums were right before."""
+    trainer.upsert("emb/user", [5, 9_999])
+    trainer.step += 1
+    trainer.save()
+    catalog = read_catalog(trainer.directory / f"model.ckpt-{trainer.step}")
+    (extent, *_) = embedding_variables(catalog)["emb/user"].parts[0].values.extents
+
+    def written_first(*values: Any) -> Any:
+        with catalog.path_of(extent).open("r+b") as file:
+            file.seek(extent.offset)
+            file.write(b"other")
+        return compared(*values)
+
+    monkeypatch.setattr(table_deltas, "compared", written_first)
+    with pytest.raises(CorruptFile, match="is damaged at 'emb/user/part_0-values'"):  # when it is read again
+        export_incremental(request(trainer, model))
+    assert read_log(model).deltas == ()
 
 
 def test_a_table_that_loses_all_keys_and_gets_others(trainer: DeepRecTrainer, model: Path) -> None:
