@@ -324,9 +324,9 @@ class Mirror:
         """Fetch pieces (start, stop, offset) of the object of the file `name` into another, open file.
 
         The open file is `descriptor`, the offsets are in it, and `target` is its path, for errors. Nothing is
-        kept in the mirror. Threads call `advance` with the bytes of each part. CheckpointChanged if the
-        object was replaced or is gone, CheckpointError if the store cannot be read, DiskFull or PublishError
-        if the open file cannot be written.
+        kept in the mirror. Threads call `advance` with the number of bytes of each part. CheckpointChanged if
+        the object was replaced or is gone, CheckpointError if the store cannot be read, DiskFull or
+        PublishError if the open file cannot be written.
         """
         with self._asking():
             self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
@@ -601,9 +601,9 @@ def copy_ranges(
     """Fetch pieces (start, stop, offset) of the object of `path` into the open file `descriptor`.
 
     `path` must be in a mirror. `target` is the open file's path, for errors; threads call `advance` with the
-    bytes of each part. CheckpointChanged (PositionMoved in a `RemoteModel`) if the object was replaced or is
-    gone, CheckpointError if the store cannot be read, DiskFull or PublishError if the open file cannot be
-    written.
+    number of bytes of each part. CheckpointChanged (PositionMoved in a `RemoteModel`) if the object was
+    replaced or is gone, CheckpointError if the store cannot be read, DiskFull or PublishError if the open
+    file cannot be written.
     """
     found = _find(path)
     assert found is not None, path

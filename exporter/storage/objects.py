@@ -503,8 +503,8 @@ def _ignored_condition(store: ObjectWriter, key: str) -> str:
 def _tag_of(store: ObjectWriter, key: str, content: bytes) -> Tag | None:
     """Return the tag of an object that only this process writes, if it has this content.
 
-    It has if the store did write it, and only the answer was lost. None if it has another content, or does
-    not exist. CheckpointError if it has more bytes than `content`, or cannot be read.
+    So a write counts whose answer alone was lost. None if the object has another content, or does not exist.
+    CheckpointError if it has more bytes than `content`, or cannot be read.
     """
     found = store.fetch(key, len(content))
     return found[1] if found is not None and found[0] == content else None

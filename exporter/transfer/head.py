@@ -224,13 +224,12 @@ def remember(model: Path, url: Url, head: Head, own: Mapping[str, int] | None = 
 
     The next local merger may remove publications that the head names. During a pull, it names the last
     publication fetched, and as `uploading` the one being fetched. `own` and `last` are as in `Known`; an
-    `own` of None is kept as empty, a negative `last` as 0. Remembered heads of other stores stay. The file is
-    replaced atomically; it need not survive a power cut.
+    `own` of None is kept as empty, a negative `last` as 0. Remembered heads of other stores stay, unless the
+    file cannot be read. The file is replaced atomically; it need not survive a power cut.
 
     Raises:
         PublishError, TargetNotWritable, DiskFull: the file cannot be written.
         ManifestError: the file of remembered heads is damaged.
-        LfsPointer: the file is a pointer of Git LFS.
     """
     known = replace(
         msgspec.convert(head, Known, from_attributes=True), own=dict(own or {}), last=max(last, 0)
@@ -248,7 +247,6 @@ def recall(model: Path, url: Url) -> Known | None:
 
     Raises:
         ManifestError: that file is damaged.
-        LfsPointer: that file is a pointer of Git LFS.
     """
     return _heads(model).get(str(url))
 

@@ -491,9 +491,10 @@ class Passage:
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())
 
     def check_file(self, file: FileEntry) -> None:
-        """Compare a complete file with the manifest: its size, and except for data shards its checksums.
+        """Compare a complete file with the manifest: its size and, except for data shards, its checksums.
 
-        It is read unless `noting` has seen all its bytes and the manifest has no SHA-256 of it.
+        These are a crc32c and, if it is signed, a SHA-256. The file is read unless `noting` has seen all its
+        bytes and the manifest has no SHA-256 of it.
         VerificationError if it differs or does not exist, OSError or CheckpointError if it cannot be read.
         """
         verify_file(self._path, file, self._passed)
