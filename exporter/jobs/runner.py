@@ -135,11 +135,12 @@ class Runner(Struct, frozen=True):
 
     @classmethod
     def of(cls, jobs: Jobs, model: Path | None = None, *, resumes: bool = True) -> Runner:
-        """Return the runner that a user asked for; UsageError for a wrong engine, as `choose_engine`.
+        """Return the runner that a user asked for by `jobs`.
 
         Jobs are kept in the directory that the user named. Without one, jobs that write a model are kept
         below `model` if an engine is named or the model is in a store; other jobs are not kept. `model` is
-        None for a job that writes no model.
+        None for a job that writes no model. Without `resumes` a kept job begins anew. UsageError for an
+        unknown engine, an engine whose library is not installed, and an address or options for `local`.
         """
         name = jobs.engine or EngineName.LOCAL
         engine = choose_engine(name, jobs.workers, jobs.address, jobs.settings)
@@ -200,8 +201,9 @@ class Job:
         """Return an iterator that runs tasks, by default all, and yields their receipts in the tasks' order.
 
         Closing the iterator cancels the tasks that are left. `progress` advances by each task's bytes. Raised
-        during the iteration: EngineFailed if the engine ends early; a task's failure as its own class of
-        ExportError; CheckpointError, PublishError or a subclass if kept receipts cannot be read.
+        during the iteration: EngineFailed if the engine ends early, OSError if its process cannot be started;
+        a task's failure as its own class of ExportError; CheckpointError, PublishError or a subclass if kept
+        receipts cannot be read.
         """
         # A plan in which tasks read others' outputs is run in several calls.
         self._receipts = self._run(self.tasks if tasks is None else tasks, progress or NoProgress())
@@ -234,8 +236,9 @@ class Job:
     def _run(self, tasks: Sequence[Task], progress: Progress) -> Generator[Receipt, None, None]:
         """Yield the receipts of `tasks`, in their order: kept ones at once, others when the engine has them.
 
-        EngineFailed if the engine ends early; a task's failure as its own class of ExportError;
-        CheckpointError, PublishError or a subclass if kept receipts cannot be read.
+        `progress` advances by each task's bytes. EngineFailed if the engine ends early, OSError if its
+        process cannot be started; a task's failure as its own class of ExportError; CheckpointError,
+        PublishError or a subclass if kept receipts cannot be read.
         """
         keep, place = self.is_kept and self._runner.resumes, self._place and self.directory.place
         found = _known(tasks, self.directory) if keep else {}

@@ -279,9 +279,10 @@ def _begun(
 ) -> Job:
     """Enter the job of these tasks as a context of `stack`, which leaves it on closing; return it.
 
-    If the runner keeps jobs, files below `made` are named by content in the job's plan, and copied for
-    workers elsewhere. `scratch` is as in `Runner.job`. PublishError and subclasses if a file cannot be read
-    or copied, CheckpointError or UsageError if a store cannot be opened or read.
+    If the runner keeps jobs, files below `made` (None: there are none) are named by content in the job's
+    plan, and copied for workers elsewhere; else outputs go to the directory `scratch`, which is made.
+    PublishError and subclasses if a file cannot be read or copied, or a directory not be made;
+    CheckpointError or UsageError if a store cannot be opened or read.
     """
     if made is None or not runner.kept:
         return stack.enter_context(runner.job(tasks, scratch))

@@ -116,7 +116,8 @@ class Input(Struct, frozen=True, array_like=True):
 
         Objects are read without a copy; `scratch` is a directory for a file of zeros. CheckpointChanged if
         the input is not as planned, CheckpointError or OSError if it cannot be read, PublishError or DiskFull
-        if a file of zeros cannot be written, UsageError as in `Input.file`.
+        if a file of zeros cannot be written, UsageError if the library that reads stores is not installed on
+        this machine.
         """
         url = Url.parse(self.place)
         if url is None:
@@ -173,7 +174,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
         Files in the directory `scratch` are removed at the end. CheckpointChanged if an input is not as
         planned, CheckpointError if it cannot be read, PublishError or DiskFull if `scratch` cannot be
-        written, UsageError as `Input.file`.
+        written, UsageError if the library that reads stores is not installed on this machine.
         """
         wanted: list[list[Range]] = [[] for _ in self.inputs]
         for each in ranges:
@@ -317,7 +318,8 @@ class RangeChecksums(Generic[File]):
     def joined(self, file: File, part: Range, crc: int, whole: Extent) -> int | None:
         """Record `crc`, the plain crc32c of the range `part` of the stored run `whole`.
 
-        If the range ends where the run ends, return the run's plain crc32c, None as `of`; None for others.
+        Return the run's plain crc32c if the range ends where the run ends and all of the run's ranges are
+        known; else None.
         """
         self.add(file, part.offset, part.size, crc)
         is_last = part.offset + part.size == whole.offset + whole.size

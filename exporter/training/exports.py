@@ -473,7 +473,7 @@ class ExportArguments(Struct, frozen=True):
 
     @classmethod
     def of(cls, what: ToExport) -> ExportArguments:
-        """Return a request, or a list of arguments with `--ckpt-dir DIR`, split into DIR and all others.
+        """Return the export arguments in `what`, a request or a list, with `--ckpt-dir DIR` taken out.
 
         Raises:
             UsageError: `--ckpt-dir` or `--out` is missing or malformed, `--watch` is given, the request is

@@ -47,6 +47,8 @@ class IncrementHook(SessionHook, trainer_side.IncrementHook):
             variable that increments cannot hold, no full checkpoint, or a worker without the hook; or the
             session did not restore the checkpoint that it should continue.
         PublishError: an increment could not be written three times in a row, or not at the end.
+        MissingTensors, ShapeMismatch, CheckpointError: from a session that continues where the last increment
+            ended: an increment does not fit the graph, is damaged or cannot be read.
     """
 
     @named()

@@ -55,9 +55,12 @@ def IncrementCallback(
     model has: if the program has restored the newest full checkpoint, increments continue from that one.
 
     Raises:
-        UsageError: the arguments contradict each other; later, from `fit`: the model is not built, or its
-            variables are spread over several processes.
-        PublishError: an increment could not be written three times in a row, or not at the end.
+        UsageError: the arguments contradict each other; later, from `fit`: the model is not built, its
+            variables are spread over several processes, or another training writes to the directory.
+        PublishError: from `fit`: an increment could not be written three times in a row, or not at the end.
+        MissingTensors, ShapeMismatch: from `fit`, if it restores: an increment does not fit the model.
+        CheckpointError: from `fit`, if it restores: an increment is damaged (CorruptFile) or cannot be read.
+        AssertionError: from `fit`, if it restores: the full checkpoint lacks an object of the program.
     """
     interval = schedule(save_increment_secs, steps=save_increment_steps)
     if not hasattr(manager, "directory") or not hasattr(manager, "checkpoint"):

@@ -38,10 +38,11 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     """Run works on Beam and yield their outcomes, in any order.
 
     Workers put outcomes into a new directory below `results`, which is removed at the end.
-    Raised during the iteration: UsageError if workers elsewhere have no place for results, an option is
-    malformed, or the library that reads stores is not installed; EngineFailed if the pipeline fails, or has
-    no outcome for `stall` seconds (900); CheckpointError, PublishError or a subclass if the directory of
-    results cannot be read or written.
+    `threading.excepthook` is replaced. Raised during the iteration: UsageError if workers elsewhere have no
+    place for results, an option is malformed, more workers are wanted than fit into memory, or the library
+    that reads stores is not installed; EngineFailed if the pipeline fails, or has no outcome for `stall`
+    seconds (900); CheckpointError, PublishError or a subclass if the directory of results cannot be read or
+    written.
     """
     options = dict(asked.options)
     stall_s = seconds("stall", options.pop("stall", "900"))

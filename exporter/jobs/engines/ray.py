@@ -26,7 +26,8 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
 
     Without an address, Ray is started here, and ended at the end; environment variables of this process are
     changed. During the iteration: UsageError for options that Ray does not accept, or that ask for more than
-    this machine has, and for too long a path of temporary files; errors of Ray pass.
+    this machine has, for more workers than fit into memory, and for too long a path of temporary files;
+    errors of Ray pass.
     """
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     own: dict[str, Any] = {}
