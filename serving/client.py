@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
-from exporter.errors import CallFailed, UsageError
+from exporter.errors import CallFailed, ExportError
 from exporter.storage.local_paths import quoted
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto, message_class
@@ -398,12 +398,11 @@ class ModelClient:
         """Open a new channel if certificate files were replaced since the connection `failed` was opened.
 
         In a process that runs for weeks certificates expire. Files that cannot be used are ignored until the
-        next failing call; but LfsPointer is raised if one is now a pointer of Git LFS.
+        next failing call.
         """
         if failed is self._connection and failed.identity != identity(self._access):
-            with suppress(
-                UsageError
-            ):  # so far only some files are replaced: the next failing call tries again
+            # So far only some files are replaced: the next failing call tries again.
+            with suppress(ExportError, OSError):
                 self._connection = _Connection(self.address, self._access, self._most_answer_bytes)
 
     @property

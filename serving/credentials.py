@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from exporter.errors import UsageError
+from exporter.errors import ExportError, UsageError
 from exporter.storage.files import identity_of, read_regular
 from exporter.storage.local_paths import local_path
 from exporter.terminal.server_access import SYSTEM_CA, ServerAccess
@@ -142,7 +142,7 @@ def _authorization(file: str) -> Callable[[Any, Callable[..., None]], None]:
     def authorize(context: Any, callback: Callable[..., None]) -> None:
         try:
             metadata = (("authorization", f"Bearer {_token(file)}"),)
-        except UsageError as error:
+        except ExportError as error:
             callback((), error)
         else:
             callback(metadata, None)

@@ -80,6 +80,7 @@ from exporter.errors import (
     DiskFull,
     EngineFailed,
     ForeignLineage,
+    LfsPointer,
     ManifestError,
     MissingShard,
     NotTrusted,
@@ -514,7 +515,7 @@ class LocalCopy:
         """
         try:
             return [*sorted(trust.keys()), trust.identity or ""]
-        except UsageError as error:
+        except (UsageError, LfsPointer) as error:
             raise NotTrusted(error.message, cause=error.cause, hint=error.hint) from None
 
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from exporter.errors import ExportError, ServerError, UsageError
+from exporter.errors import ExportError, LfsPointer, ServerError, UsageError
 from exporter.publish.delta_log import read_log
 from exporter.terminal.server_access import ServerAccess
 from exporter.wire.protos import Proto, message_class
@@ -41,8 +41,8 @@ _POLL_S = 0.1
 class Rebuilder:
     """A tool that removes a model from a server, and adds it again.
 
-    `read` returns the servers' present configuration, or raises UsageError. `is_served_elsewhere` takes an
-    address and a model, and is True if another server serves the model correctly.
+    `read` returns the servers' present configuration, or raises UsageError or LfsPointer.
+    `is_served_elsewhere` takes an address and a model, and is True if another server serves it correctly.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Rebuilder:
                 return problem
             try:
                 config = self._read()
-            except UsageError as error:
+            except (UsageError, LfsPointer) as error:
                 return error.message
             if problem := self._would_wait(config, address, model):
                 return problem
@@ -110,7 +110,7 @@ class Rebuilder:
         """
         try:
             config = self._read()
-        except UsageError as error:
+        except (UsageError, LfsPointer) as error:
             raise ServerError(f"{address} is not sent its configuration: {error.message}") from error
         self._send(config, address, model)
 

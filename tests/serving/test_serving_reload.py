@@ -326,10 +326,12 @@ def test_each_rebuild_reads_the_servers_file_anew(
     listing(file, entry(two_models, "a"), entry(two_models, "b"))
     rebuilder.restore(server.address, "b")
     assert server.models.served().keys() == {"a", "b"}
-    file.write_text("model_config_list {")
-    with pytest.raises(ServerError, match="is not sent its configuration: --rebuild-config"):
-        rebuilder.restore(server.address, "b")
+    for content in ("model_config_list {", LFS_POINTER):
+        file.write_text(content)
+        with pytest.raises(ServerError, match=r"is not sent its configuration: .*models\.config"):
+            rebuilder.restore(server.address, "b")
     assert server.models.served().keys() == {"a", "b"}
 
 
+LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234\n"
 NOT_SEEN = ("/nowhere/at/all", "/nowhere-at-all", "gs://bucket/m", "s3://bucket/m")
