@@ -61,15 +61,18 @@ def predict(model: Model, request: Proto, response: Proto, how: Inference = DEFA
     """Run a signature on the inputs of a `PredictRequest`, and fill the outputs of a `PredictResponse`.
 
     The `model_spec` of `response` is not filled; `how` has limits and the form of tensors. StatusError, as in
-    TF Serving, if the signature does not exist, or the request does not fit it; TensorFlow's own errors pass;
-    ValueError for an output of a quantised type.
+    TF Serving, if the signature does not exist, or the request does not fit it; or if an output has a type
+    that cannot be sent; TensorFlow's own errors pass.
     """
     signature = _predict_signature(model, request.model_spec.signature_name, how)
     feeds = _feeds(signature, request.inputs, how.max_filled_bytes)
     aliases = _output_aliases(signature, request.output_filter)
     values = model.run(feeds, [signature.outputs[alias].name for alias in aliases], how.timeout_ms)
     for alias, value in zip(aliases, values, strict=True):
-        fill(response.outputs[alias], np.asarray(value), as_fields=not how.as_tensor_content)
+        try:
+            fill(response.outputs[alias], np.asarray(value), as_fields=not how.as_tensor_content)
+        except (TypeError, ValueError) as error:
+            raise invalid(f"Output {alias} cannot be sent: {error}") from error
 
 
 def predict_arrays(

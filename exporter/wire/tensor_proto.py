@@ -49,13 +49,16 @@ _UNPACKED_CONTENT = {DType.INT4, DType.UINT4, DType.INT2, DType.UINT2}
 def dtype_of(array: NDArray[Any]) -> DType:
     """Return TensorFlow's type of a numpy array; arrays of `object`, `bytes` and `str` hold strings.
 
+    Arrays of a quantised type are TensorFlow's: structures with one field, which has the type's name.
+
     Raises:
         ValueError: TensorFlow has no such type.
     """
     if array.dtype.kind in "OSU":
         return DType.STRING
+    names = array.dtype.names or (array.dtype.name,)
     try:
-        return DType.of(array.dtype.name)
+        return DType.of("+".join(names))
     except KeyError:
         raise ValueError(f"a numpy array of {array.dtype.name} has no TensorFlow type") from None
 

@@ -7,15 +7,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import numpy as np
 import pytest
 
 from exporter.errors import Exit, ModelPathNotFound, ServerError, UsageError
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import message_class
+from serving.inference import predict
 from serving.server import ModelServer, _timeout_ms
 from serving.server_options import ServerOptions
+from serving.status import Code, StatusError
 from tests.support.serving_models import CLASSIFY, REGRESS, write_saved_model
 from tests.support.stock_client import Stock, example, fill_spec
 
@@ -338,6 +342,39 @@ def test_refused_multi_inference(stock: Stock, tasks: Any, code: str, text: str)
         stock.prediction.MultiInference(inference_request(*tasks))
     assert caught.value.code().name == code
     assert text in caught.value.details()
+
+
+def test_outputs_of_a_quantised_type(stock: Stock) -> None:
+    output = stock.predict({"x": [[1.0, -2.0]]}, signature="quantised").outputs["y"]
+    assert list(output.int_val) == [2, -4]
+    assert output.dtype in (DType.QINT8, DType.INT8), "recent sessions return plain integers"
+    for method, signature, text in (
+        ("Classify", "quantised scores", "Expected scores Tensor of DT_FLOAT. Got: DT_"),
+        ("Regress", "quantised value", "Expected output Tensor of DT_FLOAT.  Got: DT_"),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            stock.examples(method, [{"x": [1.0, 2.0]}], signature=signature)
+        assert caught.value.code().name == "INVALID_ARGUMENT"
+        assert caught.value.details().removesuffix("INT8").removesuffix("Q") == text
+
+
+@pytest.mark.parametrize("value", [np.zeros(1, "datetime64[s]"), np.array([3], object)])
+def test_an_output_that_cannot_be_sent_is_named(value: Any) -> None:
+    """What sessions of some releases return for types that numpy does not have."""
+
+    signature = message_class("SignatureDef")()
+    signature.outputs["when"].name = "when:0"
+
+    class Odd:
+        signatures: ClassVar = {"serving_default": signature}
+
+        def run(self, *_: object) -> list[Any]:
+            return [value]
+
+    asked, answer = (message_class(f"serving.Predict{kind}")() for kind in ("Request", "Response"))
+    with pytest.raises(StatusError, match="Output when cannot be sent") as caught:
+        predict(Odd(), asked, answer)
+    assert caught.value.code is Code.INVALID_ARGUMENT
 
 
 def test_metadata(stock: Stock) -> None:

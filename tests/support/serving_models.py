@@ -17,10 +17,14 @@ def write_saved_model(directory: Path, scale: float = 1.0, *, width: int = 2) ->
     Other signatures: `two` (two inputs and outputs), `text`, `classify` and `regress` over tf.Example with
     features `x` float [width] and `label` string, `own` (regress, with an input tensor of its own),
     `native` (a classify signature as TensorFlow 2 names it),
-    `odd` (an unknown method), `check` (an assertion that
-    all x > 0), `slow` (takes `turns` rounds of a loop), `count` (stateful: how often it was called).
+    `odd` (an unknown method), `check` (an assertion that all x > 0), `quantised`, `quantised scores` and
+    `quantised value` (predict, classify and regress with an output of qint8), `slow` (takes `turns` rounds of
+    a loop), `count` (stateful: how often it was called).
     """
     import tensorflow as tf
+
+    def quantised(values: Any) -> Any:
+        return tf.bitcast(tf.cast(values, tf.int8), tf.qint8)
 
     v1 = tf.compat.v1
     graph = tf.Graph()
@@ -65,6 +69,9 @@ def write_saved_model(directory: Path, scale: float = 1.0, *, width: int = 2) ->
             "native": _signature({"inputs": examples}, {"scores": scores}, PREDICT),
             "odd": _signature({"x": x}, {"y": y}, "tensorflow/serving/odd"),
             "check": _signature({"x": x}, {"y": checked}, PREDICT),
+            "quantised": _signature({"x": x}, {"y": quantised(y)}, PREDICT),
+            "quantised scores": _signature({"inputs": examples}, {"scores": quantised(scores)}, CLASSIFY),
+            "quantised value": _signature({"inputs": examples}, {"outputs": quantised(value)}, REGRESS),
             "slow": _signature({"turns": turns}, {"rounds": rounds}, PREDICT),
             "count": _signature({"turns": turns}, {"calls": called}, PREDICT),
         }

@@ -77,6 +77,25 @@ def test_what_tensorflow_writes_is_read(array: NDArray[Any]) -> None:
     assert same(to_array(protos.TensorProto.FromString(written.SerializeToString())), array)
 
 
+@pytest.mark.parametrize("as_fields", [False, True])
+@pytest.mark.parametrize("label", ["qint8", "quint8", "qint32", "qint16", "quint16"])
+def test_arrays_of_quantised_types_hold_their_integers(label: str, as_fields: bool) -> None:
+    import tensorflow as tf
+
+    dtype = tf.as_dtype(label)
+    array = np.array([[(1,), (100,)]], dtype.as_numpy_dtype)
+    proto = protos.TensorProto()
+    fill(proto, array, as_fields=as_fields)
+    assert to_array(proto).tolist() == [[1, 100]]
+    assert tf.io.parse_tensor(proto.SerializeToString(), dtype).numpy().tolist() == [[1, 100]]
+
+
+@pytest.mark.parametrize("fields", [[("qint8", "i1"), ("other", "i1")], [("other", "i1")]])
+def test_other_structures_have_no_type(fields: Any) -> None:
+    with pytest.raises(ValueError, match="no TensorFlow type"):
+        fill(protos.TensorProto(), np.zeros(1, fields))
+
+
 def test_fields_are_those_of_a_stock_server() -> None:
     proto = protos.TensorProto()
     fill(proto, np.array([[1.5, 2.5]], np.float32), as_fields=True)
