@@ -77,7 +77,7 @@ def _served(version: int, found: Mapping[str, NDArray[Any]]) -> Served:
         VersionState.AVAILABLE,
         _number(found, "position"),
         _number(found, "step"),
-        bytes(found["lineage"][0]).decode(),
+        _text(found, "lineage"),
         unsettled=_number(found, "unsettled") if "unsettled" in found else None,  # bases of 0.1.0 have none
         tables=tables,
     )
@@ -91,6 +91,17 @@ def _number(found: Mapping[str, NDArray[Any]], name: str) -> int:
     if found[name].dtype != np.int64:
         raise ValueError(f"the output {name!r} is {found[name].dtype}, not int64")
     return int(found[name][0])
+
+
+def _text(found: Mapping[str, NDArray[Any]], name: str) -> str:
+    """Return the first text of the output `name` in `found`.
+
+    ValueError if it is no text, KeyError if there is no such output, IndexError if it is empty.
+    """
+    if found[name].dtype != object:
+        raise ValueError(f"the output {name!r} is {found[name].dtype}, not string")
+    text: bytes = found[name][0]
+    return text.decode()
 
 
 def read_served(client: ModelClient, status: VersionStatus, before: Collection[Served] = ()) -> Served:
@@ -202,14 +213,16 @@ def trusted_target(
     directory itself: it is sent no further than the last delta before one that no trusted key has signed.
 
     Raises:
-        NotTrusted: no trusted key has signed the version's base, or deltas that lead to `up_to`; or the
-            version takes no deltas.
+        NotTrusted: no trusted key has signed the version's base, or deltas that lead to `up_to`.
+        UsageError: the version takes no deltas.
         CallFailed: the server did not respond, or refused.
     """
     number = client.metadata(version).version
     served = read_incremental_status(client, number)
-    log = None if served is None else model.logs.get(served.lineage)
-    if served is None or served.position is None or log is None:
+    if served is None:
+        raise _takes_none(client, number, STATUS_SIGNATURE)
+    log = model.logs.get(served.lineage)
+    if served.position is None or log is None:
         raise NotTrusted(
             f"version {number} of {client.model} on {client.address} was signed by no trusted key"
         )
@@ -237,11 +250,7 @@ def _newer(client: ModelClient, version: int) -> tuple[int, bool] | None:
 def _update(client: ModelClient, up_to: int, version: int | None) -> Updated:
     metadata = client.metadata(version)
     if UPDATE_SIGNATURE not in metadata.signatures:
-        raise UsageError(
-            f"version {metadata.version} of {client.model} takes no deltas",
-            cause=f"it has no signature {UPDATE_SIGNATURE!r}",
-            hint="publish a newer version that does: the same export-model command with --new-base always",
-        )
+        raise _takes_none(client, metadata.version, UPDATE_SIGNATURE)
     done = call_until_there(client, up_to, metadata.version)
     if done.found_another:
         raise CallFailed(
@@ -251,6 +260,15 @@ def _update(client: ModelClient, up_to: int, version: int | None) -> Updated:
             hint="call again; each update ends at the deadline of its own client",
         )
     return done
+
+
+def _takes_none(client: ModelClient, version: int, signature: str) -> UsageError:
+    """Return the error for a version that takes no deltas, because it lacks `signature`."""
+    return UsageError(
+        f"version {version} of {client.model} takes no deltas",
+        cause=f"it has no signature {signature!r}",
+        hint="publish a newer version that does: the same export-model command with --new-base always",
+    )
 
 
 def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
@@ -319,5 +337,4 @@ def _updated(answer: Prediction) -> Updated:
     position, step, rows, deltas = (
         _number(answer.outputs, name) for name in ("position", "step", "rows", "deltas")
     )
-    status = bytes(answer.outputs["status"][0]).decode()
-    return Updated(answer.version, position, step, rows, deltas, status)
+    return Updated(answer.version, position, step, rows, deltas, _text(answer.outputs, "status"))

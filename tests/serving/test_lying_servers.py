@@ -7,18 +7,21 @@ import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from exporter.errors import CallFailed, Exit
 from exporter.publish.delta_log import read_log
 from exporter.verify.golden import Expectation, Gates, GoldenRequest
+from exporter.wire.tensor_proto import fill
 from serving.agent.audit import audit
 from serving.agent.canary_keeper import ask_golden
 from serving.agent.rollout import Audit
 from serving.cli import app
 from serving.client import ModelClient
-from serving.updates import read_served
+from serving.updates import call_until_there, read_incremental_status, read_served
 from tests.support.commands import run_app
 from tests.support.logs import Serving, Trainer, publish_base
 from tests.support.lying_server import MODELS, PREDICTION, LyingServer, lies, lying_server
@@ -135,3 +138,23 @@ def test_signatures_are_read_again_only_if_a_known_version_does_not_tell_its_pos
         with pytest.raises(CallFailed):
             read_served(client, status, [first])
         assert asked == [PREDICT, METADATA, PREDICT]
+
+
+@pytest.mark.parametrize("signature", ["incremental_status", "incremental_update"])
+def test_numbers_in_place_of_texts_are_no_texts(server: LyingServer, signature: str) -> None:
+    def numbers(answer: Any) -> bytes:
+        for name in {"lineage", "status"} & set(answer.outputs):
+            tensor = answer.outputs[name]
+            tensor.Clear()
+            fill(tensor, np.array([3]))
+        return bytes(answer.SerializeToString())
+
+    server.path, server.signature, server.lie = PREDICT, signature, numbers
+    try:
+        with ModelClient(server.address, "m") as client, pytest.raises(CallFailed, match="otherwise than"):
+            if signature == "incremental_status":
+                read_incremental_status(client, 7)
+            else:
+                call_until_there(client, 7, 7)
+    finally:
+        server.lie = None

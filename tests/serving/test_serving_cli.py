@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from exporter.errors import UsageError
+from exporter.publish.model import Model
 from exporter.wire import protos
 from exporter.wire.protos import message_class
 from serving.cli import app
@@ -30,6 +31,7 @@ from serving.served_names import as_metadata, names_in
 from serving.server import ModelServer, require_free
 from serving.server_options import NetworkOptions, ServerOptions
 from serving.status import VersionState, VersionStatus
+from serving.updates import trusted_target
 from tests.support.certificates import Certified
 from tests.support.printed_documents import checked
 from tests.support.serving_models import write_saved_model
@@ -238,6 +240,15 @@ def test_an_update_of_a_version_that_takes_no_deltas_tells_how_to_publish_one(se
     assert done.exit_code == 2
     assert "version 7 of ranker takes no deltas" in done.stderr
     assert "--new-base always" in done.stderr, "--incr would be refused as long as this version is the newest"
+
+
+def test_a_version_that_takes_no_deltas_is_not_said_to_be_unsigned(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    """With trusted keys, too: the version has no lineage that a key could have signed."""
+    with ModelClient(server.address, "ranker") as client, pytest.raises(UsageError) as caught:
+        trusted_target(client, Model(path=tmp_path))
+    assert caught.value.message == "version 7 of ranker takes no deltas"
 
 
 def test_a_taken_port_is_one_message(server: ModelServer, tmp_path: Path) -> None:
