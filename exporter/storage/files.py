@@ -114,7 +114,8 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o666, durably: bool
     disk.
 
     Raises:
-        OSError: the directory cannot be written or listed, or its file system has no locks.
+        OSError: the file cannot be written, `path` is a directory, or the directory cannot be listed, or its
+            file system has no locks.
         PublishError, TargetNotWritable, DiskFull: with `durably`, the directory cannot be synced.
     """
     hidden = f".{path.name.removeprefix('.')}."

@@ -36,17 +36,18 @@ class Window(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to a position in the window, which may be beyond its end, and return it.
+        """Move the position in the window by `offset` from `whence`, and return the new position in bytes.
 
-        A position before its beginning becomes 0.
+        `whence` is os.SEEK_SET, SEEK_CUR or SEEK_END, else KeyError. The position may be beyond the window's
+        end; one before its beginning becomes 0.
         """
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         self._position = max(0, base + offset)

@@ -440,8 +440,9 @@ class LocalCopy:
     def _published_from_here(self) -> str:
         """Return the hint for a URL without a model: the shell command that uploads this copy's model again.
 
-        For a copy without a version, it is the command that uploads another local model. ManifestError if the
-        copy cannot be listed.
+        If a canary holds the copy, the command that lifts its hold in the store follows. For a copy without a
+        version, it is the command that uploads another local model. ManifestError if the copy cannot be
+        listed.
         """
         if not version_dirs(self._model):
             return f"publish one: export-model push MODEL {quoted(self.url)}"
@@ -1150,10 +1151,11 @@ class _Pull:
     ) -> Spared:
         """Bring the missing files of `item` into the directory `staged`, and compare all with the manifest.
 
-        Return how many bytes were linked, merged here and fetched; `bar` advances by them. A file comes from
-        a version that is here, from a merger made here (`merged`), or from the store: `files` has the objects
-        by the files' paths. A file that is in `staged` already, or did not come from the store, is fetched if
-        it differs from the manifest. All other files in `staged` are removed.
+        Return how many bytes were linked, merged here and fetched, without the files that a killed pull left
+        whole; `bar` advances by them. A file comes from a version that is here, from a merger made here
+        (`merged`), or from the store: `files` has the objects by the files' paths. A file that is in `staged`
+        already, or did not come from the store, is fetched if it differs from the manifest. All other files
+        in `staged` are removed.
 
         Raises:
             VerificationError, CheckpointError: a fetched file differs, or cannot be fetched.
