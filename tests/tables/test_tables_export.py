@@ -288,7 +288,7 @@ def test_tables_in_layers_functions_and_modules(tmp_path: Path, builder: Any) ->
 
 @pytest.mark.parametrize("room", [-0.5, float("nan"), float("inf")])
 def test_room_that_is_no_number_is_a_usage_error(tmp_path: Path, room: float) -> None:
-    with pytest.raises(UsageError, match="--table-head-room"):
+    with pytest.raises(UsageError, match=r"table.head.room"):
         export_table(tmp_path, Ev.random(50, DIM), lookup(), table_head_room=room)
 
 
