@@ -157,7 +157,10 @@ def decide(
 
 
 def at_position(replicas: Mapping[str, Observed], lineage: str, position: int) -> tuple[str, int] | None:
-    """Return address and version of the first replica that serves a position of a log; None if none does."""
+    """Return address and version of the first replica that serves a position of a log; None if none does.
+
+    `lineage` is the log's; a replica whose last call failed does not count.
+    """
     found = (
         (address, version.number) for address, version, at in _placed(replicas, lineage) if at == position
     )
@@ -165,8 +168,9 @@ def at_position(replicas: Mapping[str, Observed], lineage: str, position: int) -
 
 
 def _placed(replicas: Mapping[str, Observed], lineage: str) -> Iterator[tuple[str, Served, int]]:
-    """Yield address, version and position of each replica that reports its position in the log of this
-    lineage.
+    """Yield address, version and position of each replica that reports its position in the log `lineage`.
+
+    They are in the order of `replicas`; a replica whose last call failed is left out.
     """
     for address, observed in replicas.items():
         version = observed.standing(lineage)

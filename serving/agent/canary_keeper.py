@@ -328,8 +328,9 @@ class Canary:
         return True
 
     def _of_log_before(self, log: Log) -> tuple[Answer, ...] | None:
-        """Return the last known answers of another log; None if there are none, or answers of this log are
-        known.
+        """Return the last known answers of another log; None if there are none.
+
+        None, too, if answers of this log are known.
         """
         if any(lineage == log.lineage for lineage, _ in self._answers):
             return None
@@ -429,10 +430,10 @@ class Canary:
         return 0.0
 
     def _has_waited(self, what: str, about: object) -> bool:
-        """Return True if the first call with these arguments was at least `patience_s` ago; record a first
-        call.
+        """Return True if the first call with these arguments was at least `patience_s` ago.
 
-        `what` and `about` identify the wait. Beside a new one only the last 32 are remembered.
+        `what` and `about` identify the wait, which the first call begins. Beside a new one only the last 32
+        are remembered.
         """
         key, now = f"{what} {about}", time.monotonic()
         if key not in self._waiting_since:

@@ -26,8 +26,7 @@ Points: TypeAlias = Sequence[tuple[float, float | None]]
 
 
 class Hour(Struct, frozen=True):
-    """The served positions at one time, the lowest and the highest, and the age of the oldest missing
-    publication.
+    """The lowest and highest served position at one time, and the age of the oldest missing publication.
 
     None where a value was unknown.
     """

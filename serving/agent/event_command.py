@@ -111,8 +111,8 @@ class EventCommand:
     def _run(self, event: AgentEvent) -> str:
         """Run the command for an event and wait for it; return the reason if that failed, else "".
 
-        The event is passed as variables and as JSON on standard input. After `deadline_s`, or when stopped,
-        the command is ended.
+        The event is passed as variables and as JSON on standard input. After `deadline_s`, or when this
+        runner is stopped, the command is ended; the latter is not a failure.
         """
         try:
             process = subprocess.Popen(

@@ -78,8 +78,8 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
 def changed(path: str, position: int | None) -> tuple[int, tuple[VariableChange, ...]] | None:
     """Return the newest delta's position and its changes by variable; memoised for each path and position.
 
-    `path` is the model's directory, `position` the newest published one. None if that publication is not a
-    delta, is larger than 16 MiB, or cannot be read.
+    `path` is the model's directory, `position` the newest published one. None, which is memoised, too, if
+    that publication is not a delta, is larger than 16 MiB, or cannot be read.
     """
     with suppress(ExportError, OSError):
         log = read_log(Path(path))
@@ -180,8 +180,11 @@ def _parts(text: str) -> list[tuple[bool, str]]:
 
 
 class Site(Struct, frozen=True):
-    """The application of the port. Except for probes, a request needs `Authorization: Bearer TOKEN` if there
-    is a `token`, and with `wants_certificate` a client certificate of the authority.
+    """The application of the port.
+
+    Except for probes, a request needs `Authorization: Bearer TOKEN` if there is a `token`, and with
+    `wants_certificate` a client certificate of the authority. `view` returns the fleet's present state,
+    `page` the status page; a replica that lacks a publication for more than `fresh_within_s` seconds is late.
     """
 
     view: Callable[[], FleetView]
@@ -192,11 +195,11 @@ class Site(Struct, frozen=True):
     wants_certificate: bool = False
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        """Return the response to one request: the page, metrics or state by its path, or an error by its
-        status.
+        """Return the response to one request: the page, metrics or state by its path, or an error.
 
-        It is 405 for methods other than GET and HEAD, 403 without a certificate, 401 without the token, 404
-        for an unknown path, and 503 if a probe fails; a guarded port tells probes only the number of reasons.
+        The status is 405 for methods other than GET and HEAD, 403 without a certificate, 401 without the
+        token, 404 for an unknown path, and 503 if a probe fails; a guarded port tells probes only the number
+        of reasons. Errors of `view` and `page` pass.
         """
         path = request.path
         if request.method not in ("GET", "HEAD"):

@@ -136,9 +136,7 @@ class Journal:
                     reader(event)
 
     def last(self) -> list[AgentEvent]:
-        """Return the last events of each kind, the newest first: at most 100 of a kind, and 2000 of
-        `applied`.
-        """
+        """Return the last events, the newest first: at most 2000 of `applied`, and 100 of each other kind."""
         with self._lock:
             events = [event for kept in self._events.values() for event in kept]
         return sorted(events, key=lambda event: event.at, reverse=True)

@@ -44,11 +44,10 @@ _END_SECONDS = 5.0
 
 
 class Trouble(Struct, frozen=True):
-    """The reason why a look into a store failed, or is pending: `text` is the problem, `why` the call and its
-    answer.
+    """The reason why a look into a store failed, or is pending.
 
-    `code` is the finding's; `since` is when looks began to fail. `hint` is what to do; of a full disk it is a
-    command.
+    `code` is the finding's; `text` is the problem, `why` the call and its answer; `since` is when looks began
+    to fail. `hint` is the advice; of a full disk it is a command.
     """
 
     code: Code
@@ -81,8 +80,9 @@ class Fetched(Struct, frozen=True):
 
 
 class Puller:
-    """A thread's task: bring a model's directory up to date with a store, periodically; report a failure
-    once.
+    """A thread's task: bring a model's directory up to date with a store, periodically.
+
+    A failure is reported once.
     """
 
     def __init__(

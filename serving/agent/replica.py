@@ -104,11 +104,10 @@ class Pacer:
         return self._prober.latencies()
 
     def adapt(self) -> str:
-        """Choose the next pause between deltas and set `pause_s`; return an event's text if pauses begin or
-        end.
+        """Choose the next pause between deltas and set `pause_s`; return the text of an event, or "".
 
-        Otherwise it is "". Too few probes change nothing; with enough of them, those taken while deltas were
-        applied are forgotten.
+        There is an event if pauses begin or end. Too few probes change nothing; with enough of them, those
+        taken while deltas were applied are forgotten.
         """
         before, found = self.pause_s, self.latencies
         self.pause_s = next_pause(before, found, self._policy)
@@ -449,7 +448,10 @@ class Replica:
             )
 
     def _label(self, client: ModelClient) -> None:
-        """Move the server's labels to the versions of their tags; report once why one does not move."""
+        """Move the server's labels to the versions of their tags; report once why one does not move.
+
+        An ExportError is such a reason, too. Does nothing without rules of labels.
+        """
         settings = self._settings
         if settings.labels is None:
             return

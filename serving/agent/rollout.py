@@ -124,9 +124,11 @@ class Observed(Struct, frozen=True):
         return answered._forget_passed()
 
     def moved(self, version: int, position: int, step: int) -> Observed:
-        """Return the observation after `version` confirmed `position` and `step`; an unknown one is ignored.
+        """Return the observation after `version` confirmed that it is at `position`, with the values of
+        `step`.
 
-        Failures are forgotten, and refusals of deltas that no version still needs.
+        If the version is unknown, no position changes. Failures are forgotten, and refusals of deltas that no
+        version still needs.
         """
         moved = (
             replace(known, position=position, step=step) if known.number == version else known
@@ -224,10 +226,9 @@ class RolloutPolicy(Struct, frozen=True):
 
 
 class Paced(Struct, frozen=True):
-    """The state of pacing for a replica: the pause between two deltas, and the time that one has been
-    pending.
+    """The state of pacing for a replica: the pause between two deltas, and how long one has been pending.
 
-    `is_measured` is False until enough probes of the idle replica are known.
+    Both are in seconds. `is_measured` is False until enough probes of the idle replica are known.
     """
 
     pause_s: float = 0.0
@@ -339,8 +340,9 @@ def smallest_step(log: Log, position: int, without: Collection[Span]) -> Span:
 
 
 class Quarantined(Struct, frozen=True):
-    """A delta that every replica refuses, and the last reason; `is_damaged`: the agent found damage in its
-    files.
+    """A delta that every replica refuses, and the last reason.
+
+    `is_damaged` is True if the agent found damage in the delta's files.
     """
 
     lineage: str

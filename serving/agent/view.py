@@ -98,7 +98,7 @@ class ReplicaView(Struct, frozen=True):
 
     @property
     def trouble(self) -> str:
-        """Return the reason why its state is unknown; "" if it responds."""
+        """Return the reason why the replica's state is unknown; "" if it responds."""
         if self.is_answering:
             return ""
         what = "does not serve this model" if self.error.startswith("NOT_FOUND") else "does not answer"
@@ -224,7 +224,8 @@ class FleetView(Struct, frozen=True):
     def why_not_ready(self) -> tuple[str, ...]:
         """Return the reasons why replicas of this agent should not get requests; empty if all may.
 
-        The published model, and whether it can be read, is not a reason: all replicas share it.
+        Wrong values are a reason, and so is a model without a known replica. The published model, and whether
+        it can be read, is not a reason: all replicas share it.
         """
         return (
             *self.wrong(),
@@ -235,9 +236,10 @@ class FleetView(Struct, frozen=True):
     def why_not_fresh(self, fresh_within_s: float) -> tuple[str, ...]:
         """Return the reasons why this agent's replicas are not fresh; empty if they are.
 
-        A fresh replica responds, serves a version, and has not lacked a published delta for longer than
-        `fresh_within_s`. A directory that cannot be read is a reason, and so is a store from which nothing
-        could be fetched for that long: later publications are unknown.
+        A fresh replica responds, serves a version, has the right values, and has not lacked a published delta
+        for longer than `fresh_within_s` seconds. A directory that cannot be read is a reason, and so are a
+        model without a known replica, and a store from which nothing could be fetched for that long: later
+        publications are unknown.
         """
         return (
             *self.wrong(),
@@ -521,7 +523,10 @@ class Recorder(Struct):
             self.look()
 
     def look(self) -> None:
-        """Record one sample of a new view, after the function `tell` got the view."""
+        """Record one sample of a new view, after the function `tell` got the view.
+
+        The served positions are recorded only every ten seconds. Errors of `view` and `tell` pass.
+        """
         view = self.view()
         self.tell(view)
         stale = {
