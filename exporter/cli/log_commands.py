@@ -155,7 +155,7 @@ def rollback(
         from exporter.cli import render_log
 
         done = api.rollback(model, to, reason=reason, if_canary=if_canary, signing=signing, dry_run=dry_run)
-        render_log.taken_back(done, sink, dry_run=dry_run)
+        render_log.taken_back(done, model, signing, sink, dry_run=dry_run)
 
 
 def resume(
@@ -192,7 +192,7 @@ def resume(
         done = api.resume(
             model, lift_only=lift_only, lift_canary=lift_canary, signing=signing, dry_run=dry_run
         )
-        render_log.taken_back(done, sink, dry_run=dry_run)
+        render_log.taken_back(done, model, signing, sink, dry_run=dry_run)
 
 
 def tag(

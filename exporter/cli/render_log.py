@@ -13,6 +13,7 @@ from exporter.cli.documents import Status
 from exporter.cli.documents import logs as documents
 from exporter.cli.documents.logs import Merge, Rebase, Rollback
 from exporter.errors import ExportError
+from exporter.options import Signing, arguments
 from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Output, labelled
 from exporter.terminal.progress import count, human_bytes
@@ -101,9 +102,10 @@ def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> Non
     _warn(published, sink)
 
 
-def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
+def taken_back(done: RollbackResult, model: Path, signing: Signing, sink: Output, *, dry_run: bool) -> None:
     """Print a rollback or resumption, or with `dry_run` its plan, or that there is nothing to do.
 
+    After a rollback of `model`, the command that lifts its hold is printed, with the options of `signing`.
     Warnings of the publication are printed, too.
     """
     status, lines = Status.NOTHING_TO_DO, _nothing_held(done)
@@ -117,6 +119,9 @@ def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
             *_why_base(done),
             labelled(*(lifted if done.hold is None else held)),
         ]
+        if done.hold is not None and not (done.is_canary or dry_run):
+            words = ["export-model", "resume", model, *arguments(signing)]
+            lines.append(labelled("next", " ".join(map(quoted, words))))
     if (old := done.replaced) is not None:
         lines.append(
             labelled(_would("replace", "replaced", dry_run), f"the hold at {old.position}, {old.text}")
@@ -155,9 +160,8 @@ def _would(act: str, done: str, dry_run: bool) -> str:
 
 
 def _held(found: RollbackResult) -> str:
-    return f"at {found.hold}" + (
-        ": the agent's canary decides about what lies beyond" if found.is_canary else ""
-    )
+    beyond = "the agent's canary decides about what lies beyond"
+    return f"at {found.hold}: {beyond if found.is_canary else 'servers go no further until it is lifted'}"
 
 
 def _nothing_held(found: RollbackResult) -> list[str]:

@@ -13,6 +13,7 @@ from exporter.cli.documents import Status
 from exporter.cli.log_commands import DryRunFlag
 from exporter.errors import CheckpointError, ExportError, PublishError, UsageError, VerificationError
 from exporter.options import ANYBODY, Option, Trusting
+from exporter.storage.layout import SAVED_MODEL_FILE
 from exporter.storage.local_paths import checkpoint_parser, local_path, quoted
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command, outlived, until_interrupted
@@ -239,5 +240,17 @@ def _print_pull(done: Pulled, model: Path, sink: Output, *, dry_run: bool = Fals
     if done.position is not None:
         lines.append(labelled("position", done.position))
     if done.position is not None and not dry_run:
-        lines.append(labelled("next", f"serve-model run {quoted(model)}"))
+        lines.append(labelled("next", _next(model)))
     sink.result(document, lines, is_done=not dry_run)
+
+
+def _next(model: Path) -> str:
+    """Return a command for a pulled model: one that serves it, or inspects its newest version if no server
+    can load that: a pair of graph and checkpoint.
+    """
+    from exporter.publish.versions import version_dirs
+
+    newest = version_dirs(model)[0].path
+    if (newest / SAVED_MODEL_FILE).exists():
+        return f"serve-model run {quoted(model)}"
+    return f"export-model inspect {quoted(newest)}"

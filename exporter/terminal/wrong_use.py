@@ -91,7 +91,8 @@ def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
 def _with_missing(program: str, arguments: Sequence[str], parameter: Any, context: Any) -> str:
     """Return the command line with its missing parameter; surplus words become values of required options.
 
-    `arguments` begin with the command's name, if there is one; `parameter` and `context` are Click's.
+    For a missing position it is the option, and the command that lists the model's positions. `arguments`
+    begin with the command's name, if there is one; `parameter` and `context` are Click's.
     """
     own = sum(one.param_type_name == "argument" for one in context.command.params)
     asked, words = arguments[: 1 + own], arguments[1 + own :]
@@ -106,6 +107,9 @@ def _with_missing(program: str, arguments: Sequence[str], parameter: Any, contex
         return _command_line(program, [*asked, *named])
     line = _command_line(program, arguments)
     is_there = any(name in arguments for name in parameter.opts)
+    if parameter.metavar == "POSITION" and not is_there:
+        lists = f"{program} history {quoted(context.params['model'])}"
+        return f"add {_usage_of(parameter, context)}; list the positions: {lists}"
     return line if is_there else f"{line} {_usage_of(parameter, context)}"
 
 

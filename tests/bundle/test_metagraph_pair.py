@@ -17,7 +17,10 @@ from exporter.options import DataMode, ExportFormat, ExportRequest, Updates, Ver
 from exporter.pipeline.full import export, plan
 from exporter.verify.version_files import verify_published
 from serving.server import ModelServer
-from tests.support.commands import export_model
+from tests.support.commands import Ran, export_model
+from tests.support.copy_lives import URL
+from tests.support.directory_store import reached
+from tests.support.machines import pushed
 from tests.support.trained import Trained, embedding, train
 
 v1 = tf.compat.v1
@@ -63,10 +66,18 @@ def test_the_pair_gives_the_trainer_s_numbers(
     [("metagraph", "export-model inspect"), ("both", "serve-model run"), ("saved_model", "serve-model run")],
 )
 def test_what_is_printed_as_next_works(
-    trained: Trained, tmp_path: Path, format_: str, following: str
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str, following: str
 ) -> None:
     pair = export(request(trained, tmp_path / "a", ExportFormat.METAGRAPH)).published.path
     ran = export_model("--ckpt-dir", pair / "export", "--out", tmp_path / "m", "--format", format_)
+    works(ran, following)
+    with reached(tmp_path / "store", monkeypatch):
+        pushed(tmp_path / "m", URL)
+        works(export_model("pull", URL, tmp_path / "copy"), following)
+
+
+def works(ran: Ran, following: str) -> None:
+    """The command that `ran` printed as the next begins with `following`, and works when typed."""
     (line,) = re.findall("(?m)^next +(.*)", ran.out)
     assert line.startswith(following)
     program, *arguments = shlex.split(line)

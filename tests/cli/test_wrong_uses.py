@@ -126,7 +126,11 @@ WRONG = [
     ("export-model history train", 5, "export-model inspect train"),
     ("export-model history models/ranker/10", 5, "models/ranker"),
     ("export-model verify models/rankr", 5, "did you mean models/ranker?"),
-    ("export-model rollback models/ranker", 2, "export-model rollback models/ranker --to POSITION"),
+    (
+        "export-model rollback --reason x models/ranker",
+        2,
+        "add --to POSITION; list the positions: export-model history models/ranker",
+    ),
     ("export-model rollback models/ranker 30", 2, "export-model rollback models/ranker --to 30"),
     ("export-model rollback models/ranker --to 35", 5, "export-model history models/ranker"),
     ("export-model rollback models/ranker --to 83", 2, "export-model history models/ranker"),

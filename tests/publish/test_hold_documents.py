@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
+import shlex
 import shutil
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from exporter.publish.model import Model
 from exporter.publish.staging import Staging
 from exporter.transfer.items import local_holds
 from tests.support.commands import export_model
+from tests.support.key_pairs import key_pair
 from tests.support.kills import count_steps, killed_at, points
 from tests.support.logs import Serving, set_hold
 from tests.support.setting import followed
@@ -71,6 +74,20 @@ def test_a_persons_reason_is_told_wherever_the_hold_is(model: Path) -> None:
     (finding,) = [one for one in found if one["code"] == "held"]
     assert held.by.origin in finding["message"]
     assert REASON in finding.values()
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_a_rollback_prints_the_command_that_lifts_its_hold(
+    model: Path, tmp_path: Path, *, is_signed: bool
+) -> None:
+    key = ["--sign-key", key_pair(tmp_path)[0]] if is_signed else []
+    assert "\nnext" not in export_model("rollback", model, "--to", 20, "--dry-run").out
+    done = export_model("rollback", model, "--to", 20, *key)
+    assert re.search("(?m)^hold +at 31: servers go no further until it is lifted$", done.out), done.err
+    (line,) = re.findall("(?m)^next +export-model (.*)", done.out)
+    lifted = export_model(*shlex.split(line), "--json")
+    assert lifted.document["hold"] is None or lifted.document["is_canary"], lifted.err
+    assert not hold_of(model).binds
 
 
 @pytest.mark.parametrize("reason", [None, "the one before, too"])

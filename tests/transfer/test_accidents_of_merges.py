@@ -27,7 +27,6 @@ from exporter.transfer.pull import LocalCopy, pull
 from tests.support import worker_faults
 from tests.support.commands import export_model
 from tests.support.copy_lives import URL, altered, environment, take
-from tests.support.directory_store import reached
 from tests.support.http_proxy import Traffic
 from tests.support.key_pairs import key_pair
 from tests.support.kills import count_steps, points
@@ -41,19 +40,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
-    with reached(tmp_path / "store", monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def copy(machine: Machine, tmp_path: Path, traffic: Traffic) -> Path:
-    """A copy at 30; the store has a base that tasks merged there."""
-    pushed(machine.model, URL)
-    pull(URL, tmp_path / "copy")
-    assert rebase(machine.model, jobs=Jobs(task_bytes=64)) is not None
-    pushed(machine.model, URL)
-    return tmp_path / "copy"
+def jobs() -> Jobs:
+    """The store's base is merged by tasks, and so is a copy's."""
+    return Jobs(task_bytes=64)
 
 
 def visible(model: Path) -> dict[str, bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,27 +23,10 @@ from exporter.transfer.pull import pull
 from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.copy_lives import PLACE, RECORDS, URL, altered, play
-from tests.support.directory_store import reached
 from tests.support.http_proxy import Traffic
 from tests.support.key_pairs import key_pair
 from tests.support.machines import Machine, files, pushed
 from tests.support.publishers import Killed, killed_at
-
-
-@pytest.fixture
-def traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
-    with reached(tmp_path / "store", monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def copy(machine: Machine, tmp_path: Path, traffic: Traffic) -> Path:
-    """A copy at 30; the store has a base that was merged there."""
-    pushed(machine.model, URL)
-    pull(URL, tmp_path / "copy")
-    assert rebase(machine.model) is not None
-    pushed(machine.model, URL)
-    return tmp_path / "copy"
 
 
 def of(model: Path, path: str) -> dict[str, bytes]:

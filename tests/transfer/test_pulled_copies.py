@@ -36,6 +36,15 @@ def forget(machine: Machine, url: str, *paths: str) -> None:
     assert export_model("push", machine.model, url, "--prune").code == 0
 
 
+def rolled_back_copy(machine: Machine, url: str, directory: Path, to: int) -> Path:
+    """A copy of what `machine` pushed, in which a canary's agent has rolled back to the position `to`."""
+    copy = directory / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    take_back(copy, to)
+    return copy
+
+
 def deltas(copy: Path) -> set[str]:
     return {path.relative_to(copy).as_posix() for path in (copy / LOG).glob("*-*")}
 
@@ -169,10 +178,7 @@ def test_a_canarys_rollback_stays_when_the_store_has_merged(
     machine: Machine, url: str, tmp_path: Path
 ) -> None:
     """Until a person lifts it, whatever the store has forgotten meanwhile; then the copy forgets it, too."""
-    copy = tmp_path / "copy"
-    pushed(machine.model, url)
-    pull(url, copy)
-    take_back(copy, 20)
+    copy = rolled_back_copy(machine, url, tmp_path, 20)
     grow_old(copy)
     assert pull(url, copy, prune=True).removed == ()
     machine.go_on(40)
@@ -195,10 +201,7 @@ def test_a_merger_that_is_called_as_a_canarys_rollback_waits_for_the_next(
     machine: Machine, url: str, tmp_path: Path
 ) -> None:
     """A trainer's step that is one further, merged from the base on, has the name of the rollback to it."""
-    copy = tmp_path / "copy"
-    pushed(machine.model, url)
-    pull(url, copy)
-    take_back(copy, 10)
+    copy = rolled_back_copy(machine, url, tmp_path, 10)
     went_on(machine.trainer, 31)
     assert incr(machine.trainer, url).code == 0
     assert pull(url, copy, prune=True).waiting == (delta(30, 31),)
