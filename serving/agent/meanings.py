@@ -162,7 +162,8 @@ MEANINGS: Mapping[Code, Meaning] = {
         "trainers overwrite each other's values, and two exporters of one trainer do the same work.",
     ),
     Code.RESTARTS: Meaning(
-        "A server came back three times or more within ten minutes, after nothing had listened there.",
+        "A server came back three times or more within ten minutes, after nothing had listened there, at an "
+        "earlier position, or loading again. One that ends before it listens does not come back: it is down.",
         "Read its log, and the machine's: two bases are in memory when a version is exchanged. The finding "
         "goes by itself, within ten minutes, once the server stays up.",
     ),

@@ -108,7 +108,8 @@ _OF_STORE: _Gauges[StoreView] = {
 _OF_REPLICA: _Gauges[ReplicaView] = {
     "replica_up": ("1 if the replica responded to the last call.", lambda replica: replica.is_answering),
     "replica_restarts": (
-        "How often the replica came back in the last ten minutes after nothing had listened.",
+        "How often the replica came back in the last ten minutes: after nothing had listened, at an "
+        "earlier position, or loading again.",
         lambda replica: replica.restarts,
     ),
     "replica_ready": (

@@ -220,7 +220,8 @@ class Replica:
     def restarts(self) -> list[float]:
         """Return the seconds since each restart of the last ten minutes, the last restart first.
 
-        A restart is counted if the server answers again after nothing had listened there.
+        A restart is counted if the server answers again after nothing had listened there, or has begun anew
+        (`rollout.began_anew`). One that has loaded all again before the next observation is not noticed.
         """
         now = time.monotonic()
         return [now - at for at in reversed(tuple(self._restarted)) if now - at <= RESTARTS_S]
@@ -269,7 +270,7 @@ class Replica:
             case Audit():
                 self._audit(client, action)
 
-    def _observe(self, client: ModelClient) -> None:
+    def _observe(self, client: ModelClient, *, is_rebuilt: bool = False) -> None:
         before = self.observed
         try:
             versions = [read_served(client, status, before.versions) for status in client.status()]
@@ -278,13 +279,14 @@ class Replica:
             self.readiness = Readiness()
             return
         now = time.monotonic()
-        if self._is_gone and before.versions:
+        self._saw(before.answered(versions, now))
+        is_new = rollout.began_anew(before.versions, self.observed.versions)
+        if (self._is_gone and before.versions) or (is_new and not is_rebuilt):
             self._restarted.append(now)
         self._is_gone = False
-        self._saw(before.answered(versions, now))
+        if is_new:
+            self.audited = None
         for version, what, message in rollout.differences(before.versions, self.observed.versions):
-            if EventKind(what) is EventKind.RESTARTED:
-                self.audited = None
             self._report(EventKind(what), message, version=version.number, position=version.position)
         self._restore()
         self._label(client)
@@ -429,7 +431,7 @@ class Replica:
             return
         self._report(EventKind.REBUILT, "the server loaded the model again from its base")
         self.audited, self.last_audit = None, 0.0
-        self._observe(client)
+        self._observe(client, is_rebuilt=True)
 
     def _restore(self) -> None:
         """Add a model again that a killed agent had removed from the server, if there is a rebuilder.

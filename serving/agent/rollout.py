@@ -416,3 +416,17 @@ def differences(before: Sequence[Served], now: Sequence[Served]) -> tuple[tuple[
             text = f"version {version.number} went back to position {version.position}, from {old.position}"
             events.append((version, "restarted", text))
     return tuple(events)
+
+
+def began_anew(before: Sequence[Served], now: Sequence[Served]) -> bool:
+    """Return True if a version has an earlier position, or loads again though it was available.
+
+    Either the server has restarted, or somebody had it load the model again.
+    """
+    known = {version.number: version for version in before if version.is_available}
+    both = [(known[version.number], version) for version in now if version.number in known]
+    return any(
+        version.state in (VersionState.START, VersionState.LOADING)
+        or (version.position is not None and old.position is not None and version.position < old.position)
+        for old, version in both
+    )

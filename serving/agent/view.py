@@ -71,8 +71,9 @@ class ReplicaView(Struct, frozen=True):
 
     `is_answering` is False after a call without a response; `audited` is the result of the last audit; `pace`
     is None without pacing. `is_ready`: it serves a version, and has caught up once since it started (see
-    `readiness`). `restarts` is the number of times that it came back in the last ten minutes after nothing
-    had listened, `restarted_s` the seconds since the last of them; None without one.
+    `readiness`). `restarts` is the number of times that it came back in the last ten minutes, after nothing
+    had listened, at an earlier position or loading again, `restarted_s` the seconds since the last of them;
+    None without one.
     """
 
     model: str

@@ -20,6 +20,7 @@ from serving.agent.rollout import (
     Refusal,
     RolloutPolicy,
     Wait,
+    began_anew,
     differences,
     needs_base,
     next_action,
@@ -230,6 +231,30 @@ def test_what_is_told_of_two_looks() -> None:
         (3, "version"),
     ]
     assert differences(now, now) == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_new"),
+    [
+        (version(position=3), version(position=2), True),
+        (version(position=3), version(position=None, state=VersionState.LOADING), True),
+        (version(position=3), version(position=None, state=VersionState.START), True),
+        (version(position=3), version(position=3), False),
+        (version(position=3), version(position=4), False),
+        (version(position=3), version(position=None, state=VersionState.UNLOADING), False),
+        (version(position=3), version(2, None, state=VersionState.LOADING), False),
+        (version(position=None, state=VersionState.START), version(position=0), False),
+        (
+            version(position=None, state=VersionState.END),
+            version(position=None, state=VersionState.LOADING),
+            False,
+        ),
+    ],
+)
+def test_a_server_has_begun_anew_if_it_goes_back_or_loads_what_it_served(
+    before: Served, now: Served, *, is_new: bool
+) -> None:
+    assert began_anew((before,), (now,)) is is_new
 
 
 @given(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import pytest
 from exporter.publish.delta_log import read_log
 from tests.support.agents import DEADLINE_S, Published, Server, agent, give_other_values, process, wait
 from tests.support.commands import export_model
+from tests.support.logs import set_hold
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,33 @@ def test_a_server_and_an_agent_that_are_killed_go_on_where_they_should(
             assert not running.of("refused")
         one.process.terminate()
         assert one.process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.landing
+def test_a_restart_between_two_looks_is_counted_where_the_position_falls_back(
+    published: Published, servers: list[Server]
+) -> None:
+    """The agent does not look meanwhile; the server begins at the hold, behind where it was."""
+    version, held, server = base_of(published), published.position, servers[0]
+
+    def replica() -> Any:
+        return json.loads(running.get("/status.json")[1])["models"][0]["replicas"][0]
+
+    with agent(published.model, server.address) as running:
+        newest = published.publish()
+        wait(lambda: replica()["versions"] and replica()["versions"][0]["position"] == newest)
+        assert replica()["restarts"] == 0
+        set_hold(read_log(published.model), held)
+        os.kill(running.process.pid, signal.SIGSTOP)
+        server.kill()
+        server.start()
+        assert server.position(version) == held
+        os.kill(running.process.pid, signal.SIGCONT)
+        wait(lambda: replica()["versions"][0]["position"] == held)
+        assert (replica()["restarts"], len(running.of("failed"))) == (1, 0)
+        set_hold(read_log(published.model), None)
+        wait(lambda: server.position(version) == newest)
+        assert replica()["restarts"] == 1
 
 
 def test_a_hold_is_kept_and_a_new_base_is_followed(published: Published, servers: list[Server]) -> None:
