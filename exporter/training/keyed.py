@@ -81,7 +81,7 @@ class KeyedChanges:
         """Read and clear the table's record: given rows first, then removed keys, so as to miss no change.
 
         Rows of removed keys that exist again count as given. In another order changes could be missed: see
-        the proof in the module's docstring.
+        the proof in the module's docstring. `session` is None for a layer's table. TensorFlow's errors pass.
         """
         self._session = session
         given, removed = self.access.take_given(session), self.access.take_removed(session)
@@ -100,9 +100,10 @@ class KeyedChanges:
     def write(self, writer: Bundle, source: Source, entry: VariableTracking, wrote: Array) -> Document | None:
         """Write removed keys, and the rows in use among `wrote` and the given ones, into a bundle.
 
-        `wrote` are the rows that gradients wrote. Returns the table's entry in the increment's manifest;
-        None, and nothing is written, if there are neither rows nor keys. OSError of the bundle, and
-        CheckpointError or TensorFlow's errors of reading, pass.
+        `wrote` are the rows that gradients wrote; `source` gives the rows' values. Returns the table's entry
+        in the increment's manifest; None, and nothing is written, if there are neither rows nor keys. OSError
+        of the bundle, and the source's errors pass: TensorFlow's own, or of a checkpoint CheckpointError, or
+        KeyError if it lacks the table.
         """
         ids = keys = union(wrote, self._given)
         if len(ids):

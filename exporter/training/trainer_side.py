@@ -1725,7 +1725,7 @@ class Publisher:
             Refused: there is no full checkpoint to build on, or another training writes here, too.
             NotPublished: the increment or the checkpoint's marker could not be written.
 
-        Errors of the session and of reading the checkpoint, TensorFlow's own, pass.
+        Errors of the session and of reading the checkpoint pass: TensorFlow's own, or those of `values_of`.
         """
         tip = self._tip
         if tip is None:
