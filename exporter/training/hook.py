@@ -48,8 +48,8 @@ class IncrementHook(SessionHook, trainer_side.IncrementHook):
             session did not restore the checkpoint that it should continue.
         PublishError: an increment could not be written three times in a row, or not at the end.
         MissingTensors, ShapeMismatch, CheckpointError: from a session that continues where the last increment
-            ended: an increment does not fit the graph, is damaged or cannot be read. CheckpointError also from
-            a session's end, if a full checkpoint of the last step cannot be read.
+            ended: an increment does not fit the graph, is damaged or cannot be read. CheckpointError also
+            from a session's end, if a full checkpoint of the last step cannot be read.
     """
 
     @named()

@@ -59,8 +59,8 @@ def IncrementCallback(
             variables are spread over several processes, or another training writes to the directory.
         PublishError: from `fit`: an increment could not be written three times in a row, or not at the end.
         MissingTensors, ShapeMismatch: from `fit`, if it restores: an increment does not fit the model.
-        CheckpointError: from `fit`: its last full checkpoint cannot be read; or, if it restores, an increment is
-            damaged (CorruptFile) or cannot be read.
+        CheckpointError: from `fit`: its last full checkpoint cannot be read; or, if it restores, an increment
+            is damaged (CorruptFile) or cannot be read.
         AssertionError: from `fit`, if it restores: the full checkpoint lacks an object of the program.
     """
     interval = schedule(save_increment_secs, steps=save_increment_steps)
