@@ -276,12 +276,11 @@ class ObjectWriter(ObjectReader):
         """Put a file under a key, replacing an existing object; return its tag, "" if the store gives none.
 
         `note`, if given, is called with the offset and bytes of each part before it is sent. PublishError if
-        the store refuses it, or the file does not exist or may not be read; OSError for another failure to
-        read the file.
+        the store refuses it; OSError if the file cannot be opened or read.
         """
         import obstore
 
-        with writing_to(self.url, key), file.open("rb") as opened:
+        with file.open("rb") as opened, writing_to(self.url, key):
             whole = os.fstat(opened.fileno()).st_size
             size, at_once = upload_parts(whole)
             how: Any = {"chunk_size": size, "max_concurrency": at_once}

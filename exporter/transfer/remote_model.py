@@ -295,8 +295,11 @@ class RemoteModel:
             self._decision.close()
         if self._carrier.is_deciding:
             seconds = WAIT_SECONDS if isinstance(error, Exception) else FAREWELL_SECONDS
+            holds = None
+            with suppress(ExportError, OSError):  # holds that cannot be read stay as they are in the store
+                holds = local_holds(self.path) if undoes else None
             with suppress(ExportError), within(seconds):
-                self._carrier.end_decision(local_holds(self.path) if undoes else None)
+                self._carrier.end_decision(holds)
 
     @property
     def meets(self) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from exporter.errors import PositionMoved
+from exporter.errors import PositionMoved, PublishError
+from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import read_log
 from exporter.storage.layout import HEAD_FILE
 from exporter.storage.objects import ObjectWriter
@@ -19,6 +20,7 @@ from exporter.terminal.progress import no_progress
 from exporter.transfer import carrier
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import Head
+from exporter.transfer.opened import opened
 from exporter.transfer.pull import pull
 from exporter.transfer.push import parse
 from tests.support.commands import export_model
@@ -152,6 +154,23 @@ def test_a_second_person_waits_for_the_first(
     assert export_model("rollback", url, "--to", 20).code == 0
     assert head(bucket).deciding is None
     assert len(looks) >= 4
+
+
+def test_a_decision_ends_in_the_store_also_where_its_tags_cannot_be_read(
+    trainer: Trainer, url: str, bucket: Bucket
+) -> None:
+    """Publishers met it until nobody had seen a sign of life for a minute."""
+    with opened(url, deciding="tag prod") as model:
+
+        def work() -> None:
+            with model_lock(model.path):
+                assert head(bucket).deciding is not None
+                (model.path / "tags.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid")
+                raise PublishError("the work fails")
+
+        with pytest.raises(PublishError, match="the work fails"):
+            model.carry(work)
+    assert head(bucket).deciding is None
 
 
 def test_a_tag_lets_an_upload_go_on(
