@@ -96,12 +96,13 @@ def load_checkpoint(
         checkpoint: a directory (the newest one in it), a prefix or an archive.
         session: the session whose variables are loaded; nothing is added to its graph.
         renames: rules `pattern=name`, a variable's name to the checkpoint's, as `--rename`.
-        object_path: the model's place among the objects of an object-based checkpoint.
+        object_path: the model's place among the objects of an object-based checkpoint; None: it is found.
 
     Raises:
         MissingTensors: nothing fits at all.
         AmbiguousRename: two rules disagree on a variable.
-        UsageError: the model has no variables yet, or a rule does not parse.
+        UsageError: the model has no variables yet, a rule does not parse, `object_path` names no object, or
+            `checkpoint` is not a path of this machine.
         CheckpointError: the checkpoint cannot be read. In each of these cases nothing was loaded, except if a
             tensor's bytes are damaged: that is found when it is loaded, after others.
     """

@@ -161,7 +161,7 @@ def _give(process: subprocess.Popen[bytes], document: bytes) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and what it has started in its process group, and wait for the command.
+    """End a command and all processes of its group, and wait for the command.
 
     It sends the group SIGTERM; after the command's end, or after 2 seconds, it sends the rest SIGKILL.
     """

@@ -1,4 +1,4 @@
-"""The meaning of each finding, and what to do: for the agent's `/findings`, and for the reference.
+"""The meaning of each finding, and the advice: for the agent's `/findings`, and for the reference.
 
 A code of `exporter.publish.judge` without an entry here fails a test.
 """
