@@ -43,13 +43,13 @@ def known_example(
     for the error's hint.
 
     Raises:
-        UsageError: as `example`; or the version is not there, or its own signature of that name differs.
+        UsageError: as `example`; or the version is not there, or its own signature of that name differs, or
+            the tensors of the warm-up request fill more than 1 MiB of their shapes.
         CallFailed: the version is not there, and the server does not respond.
         CheckpointError, GraphError: files of the version are damaged.
         ManifestError: the base path cannot be listed; or the version is being removed, or its manifest is
             damaged.
         OSError: a file of the version cannot be read.
-        ValueError: a tensor of the warm-up request is damaged, or fills more than 1 MiB of its shape.
     """
     from exporter.publish.version_examples import example_of
     from exporter.publish.versions import version_dirs
@@ -130,17 +130,24 @@ def _has_rows(signature: Proto) -> bool:
 def _recorded(request: Proto, signature: Proto, name: str) -> dict[str, Any]:
     """Return a warm-up request in REST's JSON: by rows if `example` has rows, and all inputs have as many.
 
-    `name` is the signature's. UsageError for an input of a type without JSON; ValueError if a tensor of the
-    request is damaged, or fills more than 1 MiB of its shape.
+    `name` is the signature's. UsageError for an input of a type without JSON, or if the request's tensors
+    fill more than 1 MiB of their shapes.
     """
     from exporter.wire.tensor_proto import to_arrays
     from serving.rest_response import to_json
 
     if request.DESCRIPTOR.name != "PredictRequest":
         return _named(name) | _examples(request.input)
-    arrays = to_arrays(request.inputs)
-    for key in arrays:
+    for key in sorted(request.inputs):
         _require_json(key, _dtype(key, signature.inputs[key]))
+    try:
+        arrays = to_arrays(request.inputs)
+    except ValueError as error:
+        raise UsageError(
+            "the first request of the version's warm-up is too large for an example",
+            cause=str(error),
+            hint="leave out --model-base-path for an example of zeros",
+        ) from error
     values = {
         key: _texts(array.tolist()) if array.dtype == object else to_json(array, key)
         for key, array in arrays.items()

@@ -411,3 +411,16 @@ def test_hostile_graphs(tmp_path: Path, updates: Updates | None) -> None:
 def test_it_goes_with_example_alone(tmp_path: Path) -> None:
     ran = run_app(app, "predict", "127.0.0.1:1", "--json-input", "-", "--model-base-path", tmp_path)
     assert (ran.code, "--model-base-path goes with --example" in ran.err) == (2, True)
+
+
+def test_a_recorded_request_that_fills_too_much_is_no_example(tmp_path: Path) -> None:
+    log = message_class("serving.PredictionLog")()
+    sent = log.predict_log.request.inputs["x"]
+    fill(sent, np.ones([1, 1], np.float32), as_fields=True)
+    sent.tensor_shape.dim[0].size = 1 << 19
+    version = write_saved_model(tmp_path / "ranker/7", width=1)
+    write_warmup(version, [log.SerializeToString()])
+    with serving(tmp_path / "ranker") as predict:
+        ran = predict("--example", "--model-base-path", tmp_path / "ranker")
+        assert (ran.code, "is too large for an example" in ran.err) == (2, True), ran.err
+        assert "would be filled in" in ran.err
