@@ -27,6 +27,7 @@ from exporter.terminal.edge import (
 from exporter.terminal.output import Output, as_json, escape
 from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
+from exporter.wire.version_state import MOST_VERSION
 from serving.address import Address, Deadline, OneModel
 from serving.documents import ColumnPrediction, ExampleResults, Form, RequestExample, RowPrediction, Update
 
@@ -128,7 +129,11 @@ def predict(
     version: Annotated[
         int | None,
         typer.Option(
-            metavar="VERSION", min=0, help="The version to ask.", show_default="the newest that is available"
+            metavar="VERSION",
+            min=0,
+            max=MOST_VERSION,
+            help="The version to ask.",
+            show_default="the newest that is available",
         ),
     ] = None,
     label: Annotated[
@@ -226,6 +231,7 @@ def update(
         typer.Option(
             metavar="VERSION",
             min=0,
+            max=MOST_VERSION,
             help="The version to update.",
             show_default="the newest that is available",
         ),

@@ -99,7 +99,10 @@ class Metadata(Struct, frozen=True):
 
 
 class ModelClient:
-    """A client for one model on one server. Threads may share it."""
+    """A client for one model on one server. Threads may share it.
+
+    Methods raise ValueError for a version that is no int64, and after `close`.
+    """
 
     def __init__(
         self,

@@ -17,12 +17,12 @@ from exporter.errors import ExportError, ManifestError, UsageError
 from exporter.publish.versions import version_dirs
 from exporter.storage.local_paths import local_path, require_no_pattern
 from exporter.wire.protos import Proto
+from exporter.wire.version_state import version_number
 from serving.status import StatusError, VersionState, invalid
 from serving.text_config import read_text_config
 
 PLATFORM = "tensorflow"
 _TENSORFLOW_TYPE = 1
-_INT64_MAX = (1 << 63) - 1
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9.+-]*://")
 
 
@@ -78,8 +78,9 @@ def versions_among(names: Iterable[str]) -> dict[int, str]:
     """
     numbers = {}
     for name in sorted(names):
-        if name.isascii() and name.isdigit() and int(name) <= _INT64_MAX:
-            numbers[int(name)] = name
+        number = version_number(name)
+        if number is not None:
+            numbers[number] = name
     return numbers
 
 

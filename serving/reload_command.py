@@ -17,9 +17,11 @@ from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import escape
 from exporter.terminal.parameters import pairs
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
+from exporter.wire.version_state import MOST_VERSION, version_number
 from serving.address import Address
 from serving.documents import Reload, ReloadedModel
 
+_MOST_LATEST = (1 << 32) - 1  # a uint32 in the configuration
 _ANY_PLACE = re.compile(r"/|[a-zA-Z][a-zA-Z0-9.+-]*://")
 
 
@@ -105,11 +107,13 @@ class EntryFlags(Struct, frozen=True):
     ] = None
     version: Annotated[
         list[int],
-        typer.Option(metavar="VERSION", min=0, help="Serve this version; repeat it for several."),
+        typer.Option(
+            metavar="VERSION", min=0, max=MOST_VERSION, help="Serve this version; repeat it for several."
+        ),
     ] = []
-    latest: Annotated[int | None, typer.Option(metavar="N", min=1, help="Serve the newest N versions.")] = (
-        None
-    )
+    latest: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=_MOST_LATEST, help="Serve the newest N versions.")
+    ] = None
     all_versions: Annotated[bool, typer.Option("--all-versions", help="Serve every version.")] = False
     label: Annotated[
         list[str],
@@ -128,7 +132,8 @@ class EntryFlags(Struct, frozen=True):
 
         Raises:
             UsageError: a new entry lacks a base path, options exclude each other, a label is not
-                LABEL=VERSION, or its tag is malformed, or the base path has no publications.
+                LABEL=VERSION, or its version is no int64, or its tag is malformed, or the base path has no
+                publications.
             PositionUnknown: there is no such tag, or no version from which its position can be reached.
             ManifestError, CheckpointError, PublishError: the base path cannot be read.
         """
@@ -146,9 +151,14 @@ class EntryFlags(Struct, frozen=True):
             entry.version_labels.clear()
             for label, version in pairs("--label", self.label).items():
                 is_number = version.isascii() and version.isdecimal()
-                entry.version_labels[label] = (
-                    int(version) if is_number else _version_at(version, entry.base_path)
-                )
+                number = version_number(version) if is_number else _version_at(version, entry.base_path)
+                if number is None:
+                    raise UsageError(
+                        f"--label {label}={version[:80]} names no version",
+                        cause=f"expected a number up to {MOST_VERSION}, or a tag",
+                        hint=f"as in --label {label}=42",
+                    )
+                entry.version_labels[label] = number
 
     def _policy(self) -> Any:
         from exporter.wire.protos import message_class

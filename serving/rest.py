@@ -24,6 +24,7 @@ from exporter.terminal.output import plain
 from exporter.wire import rest_json
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
+from exporter.wire.version_state import version_number
 from serving import rest_response
 from serving.calls import Calls
 from serving.http_port import HttpRequest, HttpResponse
@@ -35,8 +36,6 @@ MAX_BODY_BYTES = 512 << 20
 """Longer bodies, compressed or not, are refused: a whole request is in memory, as text and as arrays."""
 PROMETHEUS_PATH = "/monitoring/prometheus/metrics"
 
-_INT64_MAX = (1 << 63) - 1
-_INT64_DIGITS = 19
 _VERSION = r"(?:/versions/(?P<version>[0-9]+)|/labels/(?P<label>[^/:]+))?"
 _PREDICTION = re.compile(rf"/v1/models/(?P<name>[^/:]+){_VERSION}:(?P<method>classify|regress|predict)", re.I)
 _MODEL = re.compile(rf"/v1/models(?:/(?P<name>[^/:]+))?{_VERSION}(?:/(?P<what>metadata))?", re.I)
@@ -257,10 +256,10 @@ def _target(http_method: str, path: str) -> RequestedModel:
 
 
 def _number(text: str) -> int:
-    digits = text.lstrip("0") or "0"
-    if len(digits) > _INT64_DIGITS or int(digits) > _INT64_MAX:
+    number = version_number(text)
+    if number is None:
         raise invalid(f"Failed to convert version: {text[:60]} to numeric.")
-    return int(digits)
+    return number
 
 
 def _decoded(text: str, kind: str) -> str:

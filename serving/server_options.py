@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _REST, _MODELS, _NETWORK, _COMPUTING = "REST, metrics, TLS", "Models", "Network", "Loading and computing"
 
+_INT32 = tuple(f"tensorflow_{each}_parallelism" for each in ("intra_op", "inter_op", "session"))
+"""Fields that are int32 in TensorFlow's ConfigProto."""
+_MOST_INT32 = (1 << 31) - 1
 _LONGEST_INT32 = len(str(-(1 << 31)))
 
 _of_rest = partial(typer.Option, rich_help_panel=_REST)
@@ -228,9 +231,12 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     network: NetworkOptions = GRPC_ALONE
 
     def __post_init__(self) -> None:
-        """Raise UsageError for negative poll_seconds, no threads, or a port outside 0 to 65535."""
+        """Raise UsageError for a number out of its range: seconds, threads, or a port."""
         if self.poll_seconds < 0 or self.threads < 1 or not 0 <= self.port <= 65535:
             raise UsageError("poll_seconds must not be negative, threads positive, and port within 0..65535")
+        for name in _INT32:
+            if not 0 <= getattr(self, name) <= _MOST_INT32:
+                raise UsageError(f"{name} must be within 0..{_MOST_INT32}")
 
     def channel_arguments(self) -> list[tuple[str, int | str]]:
         """Return gRPC's channel arguments as pairs of name and value, in order; [] without any.

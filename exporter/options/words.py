@@ -11,6 +11,8 @@ from msgspec import Struct
 from exporter.errors import UsageError
 from exporter.options import given
 
+_LONGEST_COUNT = len(str(1 << 63))
+
 
 class Fields(dict[str, Any]):
     """The values of several fields of a struct, by name, that one option sets."""
@@ -123,9 +125,14 @@ def text_of(option: str, text: str) -> str:
 
 
 def count(option: str, text: str) -> int:
-    """Return a text of decimal digits as an int; UsageError, which names `option`, for another text."""
+    """Return a text of decimal digits as an int; UsageError, which names `option`, for another text.
+
+    The number is below 2**63: manifests and TensorFlow's messages hold no greater ones.
+    """
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(f"{option} {text!r} is not a whole number", hint="as in 3")
+    if len(text) > _LONGEST_COUNT or int(text) >= 1 << 63:
+        raise UsageError(f"{option} {text[:80]!r} is not a whole number below 2**63", hint="as in 3")
     return int(text)
 
 

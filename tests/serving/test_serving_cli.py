@@ -251,6 +251,12 @@ def test_a_version_that_takes_no_deltas_is_not_said_to_be_unsigned(
     assert caught.value.message == "version 7 of ranker takes no deltas"
 
 
+@pytest.mark.parametrize("command", [("predict", "--example"), ("update",)])
+def test_a_version_that_no_server_can_have_is_wrong_use(command: tuple[str, ...]) -> None:
+    done = call(*command, "127.0.0.1:1", "--model-name", "ranker", "--version", 1 << 63)
+    assert (done.exit_code, "0<=x<=9223372036854775807" in done.stderr) == (2, True), done.stderr
+
+
 def test_a_taken_port_is_one_message(server: ModelServer, tmp_path: Path) -> None:
     port = server.address.rpartition(":")[2]
     done = subprocess.run(

@@ -99,6 +99,14 @@ def test_refusals_are_errors(client: ModelClient, ask: Any, code: str, hint: str
     assert caught.value.exit_code is Exit.SERVER
 
 
+@pytest.mark.parametrize("version", [1 << 63, -(1 << 63) - 1])
+def test_a_version_beyond_int64_is_a_value_error(version: int) -> None:
+    with ModelClient("127.0.0.1:1", "ranker") as client:
+        for ask in (client.status, client.metadata, lambda v: client.predict({"x": X}, version=v)):
+            with pytest.raises(ValueError, match="out of range"):
+                ask(version)
+
+
 ASKED = pytest.mark.parametrize("ask", [ModelClient.status, lambda client: client.labelled("stable")])
 
 

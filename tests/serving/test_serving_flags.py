@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from exporter.errors import UsageError
+from exporter.options.words import count
 from serving.cli import app
 from serving.server_options import ServerOptions
 from serving.stock_flags import STOCK_FLAGS, translate
@@ -122,6 +123,19 @@ def test_values_of_grpcs_arguments(value: str, sent: int | str) -> None:
 def test_a_number_that_grpc_does_not_take_is_refused(value: int | str) -> None:
     with pytest.raises(UsageError, match="out of range"):
         ServerOptions(grpc_channel_arguments=f"a={value}").channel_arguments()
+
+
+@pytest.mark.parametrize("text", [str(1 << 63), "9" * 5000])
+def test_a_whole_number_has_a_limit(text: str) -> None:
+    with pytest.raises(UsageError, match="not a whole number below"):
+        count("--flag num_request_iterations_for_warmup", text)
+
+
+@pytest.mark.parametrize("name", ["intra_op", "inter_op", "session"])
+def test_numbers_of_threads_fit_tensorflows_configuration(name: str) -> None:
+    field = f"tensorflow_{name}_parallelism"
+    with pytest.raises(UsageError, match=f"{field} must be within 0..2147483647"):
+        ServerOptions(**{field: 1 << 31})
 
 
 def test_version() -> None:

@@ -227,6 +227,10 @@ def test_a_base_path_that_is_not_there(server: ModelServer, tmp_path: Path) -> N
          "exclude each other"),
         (("--only", "--model-name", "a", "--model-base-path", "/m", "--label", "x=y"), 2,
          "'y' is not a version"),
+        (("--only", "--model-name", "a", "--model-base-path", "/m", "--label", f"x={1 << 63}"), 2,
+         "a number up to 9223372036854775807"),
+        (("--only", "--model-name", "a", "--model-base-path", "/m", "--label", f"x={'9' * 5000}"), 2,
+         "a number up to 9223372036854775807"),
         (("--save", "--only", "--model-name", "a", "--model-base-path", "/m"), 2, "--save needs"),
         (("--model-config-file", "none.config"), 2, "none.config cannot be read"),
         (("--only", "--model-name", "a", "--model-base-path", "gs://b/m"), 7, "gs://b/m: only local paths"),
@@ -238,6 +242,16 @@ def test_refused(server: ModelServer, arguments: tuple[str, ...], code: int, tex
     assert text in done.stderr
     assert "hint: " in done.stderr
     assert server.models.served().keys() == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [("--version", 1 << 63, "0<=x<=9223372036854775807"), ("--latest", 1 << 32, "1<=x<=4294967295")],
+)
+def test_numbers_that_no_configuration_holds(option: str, value: int, text: str) -> None:
+    arguments = ("--only", "--model-name", "a", "--model-base-path", "/m", option, str(value))
+    done = CliRunner().invoke(app, ["reload", "127.0.0.1:1", *arguments])
+    assert (done.exit_code, text in done.stderr) == (2, True), done.stderr
 
 
 HERE = "name: 'a' base_path: '/m' model_platform: 'tensorflow'"
