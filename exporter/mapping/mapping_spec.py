@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
@@ -339,7 +339,9 @@ class MappingSpec(
         if differing:
             raise SchemaChanged(
                 "the base was exported with other rules",
-                cause="; ".join(f"{_option(name)} was {was[name]!r}, is {now[name]!r}" for name in differing),
+                cause="; ".join(
+                    f"{_option(name)} was {_typed(was[name])}, is {_typed(now[name])}" for name in differing
+                ),
             )
 
 
@@ -369,6 +371,18 @@ def _sorted(by_name: Mapping[str, T]) -> dict[str, T]:
 
 def _option(rule: str) -> str:
     return option_of(ExportRequest, "partition_strategies" if rule == "strategies" else rule)
+
+
+def _typed(rule: Any) -> str:
+    """Return the value of a rule, as in a manifest, in the words of a command line: quoted, or `given`."""
+    if rule is None or rule is False or rule in ((), {}):
+        return "not given"
+    if rule is True:
+        return "given"
+    if not isinstance(rule, tuple | dict):
+        return repr(rule)
+    pairs = rule.items() if isinstance(rule, dict) else (each.values() for each in rule)
+    return ", ".join(repr("=".join(pair)) for pair in pairs)
 
 
 _DIMENSIONS = "shape, full_shape and starts have as many numbers as it has dimensions"

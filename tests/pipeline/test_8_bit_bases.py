@@ -103,8 +103,15 @@ def test_a_row_without_codes_is_no_delta(model: MappedModel, value: float) -> No
 def test_other_rules_begin_another_log(model: MappedModel) -> None:
     export(model.request(**options(map_tables=False)))
     model.save(8)
-    with pytest.raises(SchemaChanged, match="other rules"):
-        export_incremental(model.request(**options(map_tables=False, casts=("emb=bfloat16",))))
+    with pytest.raises(SchemaChanged, match="other rules") as caught:
+        changed = options(map_tables=False, casts=("emb=bfloat16",), average="ema", by_order=True, min_freq=3)
+        export_incremental(model.request(**changed))
+    assert caught.value.cause.split("; ") == [
+        "--average was not given, is 'ema'",
+        "--cast was 'emb=int8', is 'emb=bfloat16'",
+        "--by-order was not given, is given",
+        "--keys min-freq was 0, is 3",
+    ]
     done = export_incremental(
         model.request(**options(map_tables=False, casts=("emb=bfloat16",))), full_on_mismatch=True
     )

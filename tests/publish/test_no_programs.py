@@ -88,7 +88,7 @@ def test_patterns_of_a_manifest_are_never_run(tmp_path: Path) -> None:
     assert_takes_the_next_state(trainer, SERVING, model)
     with pytest.raises(SchemaChanged, match="other rules") as caught:
         export_incremental(replace(request(trainer, model), renames=(r"s/(.*)=net/\1",)))
-    assert repr(ENDLESS) in caught.value.cause
+    assert repr(ENDLESS)[1:-1] in caught.value.cause
 
 
 def test_a_base_of_a_release_that_kept_patterns_alone_takes_deltas(tmp_path: Path) -> None:
