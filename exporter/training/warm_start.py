@@ -102,7 +102,7 @@ def load_checkpoint(
         MissingTensors: nothing fits at all.
         AmbiguousRename: two rules disagree on a variable.
         UsageError: the model has no variables yet, a rule does not parse, `object_path` names no object, or
-            `checkpoint` is not a path of this machine.
+            `checkpoint` is neither a path nor the URL of a store.
         CheckpointError: the checkpoint cannot be read. In each of these cases nothing was loaded, except if a
             tensor's bytes are damaged: that is found when it is loaded, after others.
     """
