@@ -48,7 +48,7 @@ from exporter.publish.manifest import (
 )
 from exporter.publish.versions import MAX_MANIFEST_BYTES, VersionDir, delta_named, require_signed_bytes
 from exporter.storage import mirror
-from exporter.storage.files import copy_file, make_directories, read_regular
+from exporter.storage.files import copy_file, make_directories, read_record, read_regular
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
     EXTRA_DIRECTORY,
@@ -226,7 +226,7 @@ def _record(model: Path, parts: Sequence[Path], task_bytes: int) -> MergedFrom |
     """
 
     def part(path: Path) -> MergedPart:
-        content = read_regular(path / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+        content = read_record(path / MANIFEST_FILE, MAX_MANIFEST_BYTES)
         return MergedPart(path.relative_to(model).as_posix(), hashlib.sha256(content).hexdigest())
 
     return MergedFrom(tuple(map(part, parts)), task_bytes) if parts[1:] else None

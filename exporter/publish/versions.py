@@ -23,6 +23,7 @@ from msgspec import Struct
 from exporter.delta.format import POSITION_LIMIT, log_name, span_name
 from exporter.errors import (
     ExportError,
+    LfsPointer,
     ManifestError,
     NotTrusted,
     NotUpdatable,
@@ -356,7 +357,7 @@ def read_manifest(directory: Path) -> Manifest:
         ManifestError: there is none, it cannot be read, it is too long, or it is not a valid manifest.
         NotTrusted: keys are trusted there, and none of them has signed it (`exporter.publish.signing`).
         UsageError: keys are trusted there, and a file of keys cannot be read.
-        CheckpointError: it is a pointer of Git LFS, or an object of a store that cannot be fetched.
+        CheckpointError: it is an object of a store that cannot be fetched.
         DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     path = directory / MANIFEST_FILE
@@ -424,7 +425,7 @@ def read_head(directory: Path) -> ManifestHead:
         ManifestError: there is none, it cannot be read, it is too long, or its head is damaged.
         NotTrusted: keys are trusted there, and none of them has signed it.
         UsageError: keys are trusted there, and a file of keys cannot be read.
-        CheckpointError: it is a pointer of Git LFS, or an object of a store that cannot be fetched.
+        CheckpointError: it is an object of a store that cannot be fetched.
         DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     with _open_manifest(directory) as (descriptor, path):
@@ -441,7 +442,7 @@ def lease(version: Path) -> Iterator[Manifest]:
         ManifestError: the version vanished or is vanishing, or its manifest is damaged.
         NotTrusted: keys are trusted there, and none of them has signed the manifest.
         UsageError: keys are trusted there, and a file of keys cannot be read.
-        CheckpointError: the manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError: the manifest cannot be fetched from its store.
         DiskFull, PublishError: bytes fetched from a store cannot be kept.
         OSError: the file system has no locks.
     """
@@ -456,7 +457,7 @@ def _open_manifest(directory: Path) -> Iterator[tuple[int, Path]]:
     path = directory / MANIFEST_FILE
     try:
         descriptor = open_regular(path, follow=False)
-    except OSError as exc:
+    except (OSError, LfsPointer) as exc:
         raise unread_manifest(path, "opened", exc) from exc
     try:
         yield descriptor, path
@@ -464,12 +465,14 @@ def _open_manifest(directory: Path) -> Iterator[tuple[int, Path]]:
         close_quietly(descriptor)
 
 
-def unread_manifest(path: Path, what: str, exc: OSError) -> ManifestError:
+def unread_manifest(path: Path, what: str, exc: OSError | LfsPointer) -> ManifestError:
     """The error for a manifest that could not be "opened" or "read" (the word `what`) because of `exc`.
 
     If the manifest's bytes are unknown (no permission, a failing disk), the hint is to make it readable;
-    otherwise the hint is the one for damage.
+    otherwise the hint is the one for damage. For a pointer of Git LFS the hint is to fetch the file.
     """
+    if isinstance(exc, LfsPointer):
+        return ManifestError(f"{path} cannot be {what}", cause="it is a pointer of Git LFS", hint=exc.hint)
     hint = MAKE_READABLE if is_unread(exc) else ""
     return ManifestError(f"{path} cannot be {what}", cause=exc.strerror or str(exc), hint=hint)
 

@@ -22,7 +22,7 @@ from msgspec import Struct, field
 
 from exporter.checkpoint.tensor_bundle import MAX_INDEX_BYTES, index_path, parse_index, read_catalog
 from exporter.delta.format import log_name
-from exporter.errors import CheckpointChanged, ManifestError, NotTrusted
+from exporter.errors import CheckpointChanged, LfsPointer, ManifestError, NotTrusted
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import FileEntry, Manifest, from_json
@@ -204,7 +204,7 @@ def local_item(model: Path, path: Path) -> Item:
     Raises:
         ManifestError: its manifest cannot be read, or does not belong to this directory.
         NotTrusted: no trusted key has signed it, where keys are in force.
-        CheckpointError: the manifest is a pointer of Git LFS, or an object that cannot be fetched.
+        CheckpointError: the manifest is an object that cannot be fetched.
         ValueError: `path` is not below `model`.
     """
     manifest, content = _manifests.of(path / MANIFEST_FILE, _read_local)
@@ -220,7 +220,7 @@ _manifests: Unchanged[tuple[Manifest, bytes]] = Unchanged()
 def _read_local(file: Path) -> tuple[Manifest, bytes]:
     try:
         content = read_regular(file, MAX_MANIFEST_BYTES)
-    except OSError as error:
+    except (OSError, LfsPointer) as error:
         raise unread_manifest(file, "read", error) from error
     return _manifest(content, file), content
 

@@ -5,6 +5,7 @@ A `Recorder` keeps each replica's delay during the last ten minutes, for the pag
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -518,10 +519,16 @@ class Recorder(Struct):
     def follow(self, stop: threading.Event) -> None:
         """Record a sample every second, until `stop` is set.
 
-        An exception of `view` or `tell` ends the recording.
+        A second in which `view` or `tell` fails has no sample; the first such failure is logged.
         """
+        is_logged = False
         while not stop.wait(PERIOD_S):
-            self.look()
+            try:
+                self.look()
+            except Exception as error:  # noqa: BLE001 - a dead thread would end charts and events for good
+                if not is_logged:
+                    logging.getLogger(__name__).error("a sample for charts and events is missing: %s", error)
+                is_logged = True
 
     def look(self) -> None:
         """Record one sample of a new view, after the function `tell` got the view.

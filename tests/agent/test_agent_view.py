@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from threading import Event, Thread
 
 import pytest
 from msgspec.structs import replace
@@ -10,11 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from exporter.delta.chunk_digest import Chunk
 from exporter.publish.judge import Code
+from serving.agent import view as agent_view
 from serving.agent.audit import Audited
 from serving.agent.journal import AgentEvent, EventKind
 from serving.agent.metrics import Metrics
 from serving.agent.puller import Trouble
-from serving.agent.view import FleetView, ModelView, ReplicaView, StoreView, VersionView
+from serving.agent.view import FleetView, ModelView, Recorder, ReplicaView, StoreView, VersionView
 
 
 def replica(
@@ -125,3 +127,23 @@ def samples(metrics: Metrics) -> list[dict[str, str]]:
     """The labels of every sample that names a replica."""
     families = text_string_to_metric_families(metrics.text().decode())
     return [sample.labels for family in families for sample in family.samples if "replica" in sample.labels]
+
+
+def test_a_view_that_fails_leaves_out_a_second_and_not_all_that_follow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agent_view, "PERIOD_S", 0.01)
+    looks = Event()
+    stop = Event()
+
+    def view() -> FleetView:
+        if not looks.is_set():
+            looks.set()
+            raise RuntimeError("once")
+        stop.set()
+        return FleetView(datetime(2026, 3, 1, tzinfo=timezone.utc), ())
+
+    recorder = Recorder(view)
+    Thread(target=recorder.follow, args=(stop,), daemon=True).start()
+    assert stop.wait(30)
+    assert "missing: once" in caplog.text

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from exporter.errors import Exit
+from exporter.errors import Exit, ManifestError
+from exporter.publish.versions import read_head, read_manifest
+from exporter.transfer.items import local_item
 from tests.support.commands import export_model
 
 
@@ -106,3 +109,17 @@ def assert_told(tmp_path: Path, source: Path, what: object) -> None:
     assert str(what) in found.error["message"]
     assert "git lfs pull" in found.error["hint"]
     assert not list((tmp_path / "out").glob("[0-9]*"))
+
+
+def test_a_manifest_that_is_a_pointer_is_one_that_cannot_be_read(tmp_path: Path) -> None:
+    """It was an error of checkpoints, which no reader of a published model expected."""
+    model = Path(shutil.copytree(Path(__file__).parents[1] / "golden/0.2.1/models/plain", tmp_path / "m"))
+    newest = max(model.glob("[0-9]*"), key=lambda path: int(path.name))
+    point(newest / "manifest.json")
+    for read in (read_manifest, read_head, partial(local_item, model)):
+        with pytest.raises(ManifestError) as caught:
+            read(newest)
+        assert (caught.value.cause, "git lfs pull" in caught.value.hint) == (
+            "it is a pointer of Git LFS",
+            True,
+        )
