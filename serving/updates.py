@@ -98,9 +98,9 @@ def _text(found: Mapping[str, NDArray[Any]], name: str) -> str:
 
     ValueError if it is no text, KeyError if there is no such output, IndexError if it is empty.
     """
-    if found[name].dtype != object:
+    text = found[name][0]
+    if not isinstance(text, bytes):  # bytes(3) would be three zeros
         raise ValueError(f"the output {name!r} is {found[name].dtype}, not string")
-    text: bytes = found[name][0]
     return text.decode()
 
 
