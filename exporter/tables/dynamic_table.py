@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 from exporter.errors import UsageError
 from exporter.late_names import tf
+from exporter.tables.arguments import default_rows, known_combiner, row_dtype
 from exporter.tables.geometry import TableGeometry
-from exporter.tables.given import default_rows, known_combiner, row_dtype
 from exporter.tables.lookup import DEFAULTS, PART, TABLE, TableLookups, add_rows
 from exporter.tables.parts import PARTS
 from exporter.wire import protos, tensor_proto

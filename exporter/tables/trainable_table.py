@@ -26,7 +26,7 @@ from typing import Any
 from exporter.checkpoint.embedding_variables import KEYS, ROWS, VALUES, name_in_object
 from exporter.errors import UsageError
 from exporter.late_names import tf
-from exporter.tables.given import default_rows, known_combiner, row_dtype
+from exporter.tables.arguments import default_rows, known_combiner, row_dtype
 from exporter.tables.key_index import KeyIndex
 from exporter.tables.lookup import TableLookups
 from exporter.wire.dtypes import DType
