@@ -156,7 +156,7 @@ def _tables(version: Path) -> str | None:
     """Return the state of mapped tables in words; None for a version that was not made to map any.
 
     `version` is its directory. None, too, if its manifest cannot be read, as for a version of another
-    program. CheckpointError if a table's file is a pointer of Git LFS.
+    program.
     """
     from exporter.publish.mapped_state import tables_state
     from exporter.publish.versions import read_manifest

@@ -43,8 +43,8 @@ class Allowance(Struct, frozen=True):
 
         `text` is the option's value, `now` the time of planning in seconds since 1970. Of a rate (bytes per
         second), unused seconds add up to at most ten seconds' bytes, less the deltas of the last ten seconds;
-        a size per delta counts alone. Raises UsageError for a malformed text; ManifestError, OSError or
-        LfsPointer if a delta's manifest cannot be read.
+        a size per delta counts alone. Raises UsageError for a malformed text; ManifestError or OSError if a
+        delta's manifest cannot be read.
         """
         budget = DeltaBudget.parse("--delta-budget", text)
         entry, before, due = log.newest.entry, log.newest.manifest.created, 0
@@ -71,7 +71,7 @@ class Allowance(Struct, frozen=True):
 def _sent_lately(log: DeltaLog, now: float) -> Iterator[int]:
     """Yield the size in bytes of each delta of the ten seconds before `now`, newest first, without mergers.
 
-    Raises ManifestError, OSError or LfsPointer if a manifest cannot be read.
+    Raises ManifestError or OSError if a manifest cannot be read.
     """
     for delta in sorted(log.deltas, key=lambda one: one.end, reverse=True):
         if delta.entry.made is DeltaOrigin.MERGE:

@@ -184,7 +184,7 @@ def left_overs(model: Path) -> Iterator[Finding]:
 def copied(model: Path) -> Iterator[Finding]:
     """Yield a finding if this copy of a store fetched its newest base instead of merging it here.
 
-    Raises ManifestError or LfsPointer if the record of that cannot be read.
+    Raises ManifestError if the record of that cannot be read.
     """
     spared = noted(model)
     if spared is not None:
@@ -212,7 +212,7 @@ def checkpoint(model: Path | None, ckpt_dir: Path) -> Iterator[Finding]:
 
     `model` is None for a model in a store, to which nothing is linked. Otherwise makes and removes a
     directory with links to the shards under the model. Raises OSError if a directory cannot be looked at,
-    ManifestError or LfsPointer if the model cannot be listed or its newest manifest is a Git LFS pointer.
+    ManifestError if the model cannot be listed.
     """
     try:
         catalog = open_checkpoint(ckpt_dir)
@@ -244,7 +244,7 @@ def _written_over(model: Path, catalog: Catalog, ckpt_dir: Path) -> Iterator[Fin
     """Yield at most one finding: a trainer writes new checkpoints into files to which versions have links.
 
     `catalog` is the newest checkpoint's, in `ckpt_dir`. Versions without a readable manifest are skipped;
-    ManifestError if the model cannot be listed, LfsPointer if the newest manifest is a Git LFS pointer.
+    ManifestError if the model cannot be listed.
     """
     for version in published_versions(model):
         written: list[Path] = []
@@ -445,8 +445,8 @@ def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
     """Yield a finding for each damage that `verify_model` found, with the command that repairs it.
 
     For a publication that is not trusted, the command is the error's own hint. `ckpt_dir`, the trainer's
-    directory, is named in commands; None if it is not known. Raises ManifestError or LfsPointer if the model
-    or a manifest cannot be read.
+    directory, is named in commands; None if it is not known. Raises ManifestError if the model or a manifest
+    cannot be read.
     """
     for problem in found.damage:
         if problem.path.name == Hold(model).path.name:
@@ -513,7 +513,7 @@ def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     """Yield findings about holds in force, and about deltas that are pending for a canary for too long.
 
     `found` is the result of `verify_model`, `now` in seconds since 1970. Damaged holds are left out: `damage`
-    reports them. LfsPointer if a hold is a Git LFS pointer.
+    reports them.
     """
     log = None if found.log is None else found.log.base.entry.log
     for hold in binding(model, log):
@@ -556,8 +556,7 @@ def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
 def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
     """Yield a finding for each log whose bases are all gone, so that no server can apply its deltas.
 
-    `found` is the result of `verify_model`. Raises OSError or ManifestError if a directory cannot be listed,
-    LfsPointer if a manifest is a Git LFS pointer.
+    `found` is the result of `verify_model`. Raises OSError or ManifestError if a directory cannot be listed.
     """
     for log in logs_without_base(model, None if found.log is None else found.log.path):
         deltas = [entry for entry in log.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
@@ -594,7 +593,7 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
     `found` is the result of `verify_model`. Publications that they replaced are kept until that time. The
     finding names the latest and counts the others. `now` is in seconds since 1970. Damaged manifests are
-    skipped; ManifestError if the model cannot be listed, LfsPointer if a manifest is a Git LFS pointer.
+    skipped; ManifestError if the model cannot be listed.
     """
     paths = [child.path for child in published_versions(model)]
     paths += [delta.path for delta in found.log.deltas] if found.log else []
@@ -672,7 +671,7 @@ def _lately(found: VerifiedModel) -> list[DeltaEntry]:
     """Return the manifest entries of the newest deltas, oldest first: at most `LATELY`.
 
     `found` is the result of `verify_model`. Mergers, and deltas with a damaged manifest, are left out; []
-    without a log. LfsPointer if a manifest is a Git LFS pointer.
+    without a log.
     """
     deltas = () if found.log is None else found.log.deltas
     entries: list[DeltaEntry] = []
@@ -689,7 +688,7 @@ def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
     """Yield a finding on the newest delta's row with the greatest norm, if it is beyond `--max-norm`.
 
     The row was sent or held back. Mergers are not looked at. `found` is the result of `verify_model`; `model`
-    is named in the command. LfsPointer if a manifest is a Git LFS pointer.
+    is named in the command.
     """
     entries = _lately(found)
     worst = max(entries[-1].wild if entries else (), key=lambda one: one.norm, default=None)
@@ -706,7 +705,7 @@ def budget(found: VerifiedModel) -> Iterator[Finding]:
     """Yield a finding if recent delta budgets were exceeded, or, of at least five, sent too little.
 
     `found` is the result of `verify_model`. Too little is less than a quarter of the distance that rows had
-    moved, on average. At most the 20 newest deltas count. LfsPointer if a manifest is a Git LFS pointer.
+    moved, on average. At most the 20 newest deltas count.
     """
     used = [entry.budget for entry in _lately(found) if entry.budget is not None]
     excess = [each for each in used if each.excess]
@@ -753,7 +752,7 @@ def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
 
     Also if they map tables on a network file system, where they may crash. `ckpt_dir` is named in the
     command, None if it is not known. Raises ManifestError if the newest version's manifest cannot be read or
-    has a wrong path, LfsPointer if it is a Git LFS pointer.
+    has a wrong path.
     """
     newest = newest_version(model)
     if newest is None or not newest.has_manifest:
@@ -816,8 +815,8 @@ def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path |
     """Return the command that repairs `problem`: remove a file that no server needs, or publish a new base.
 
     `log` is the newest version's, None if it takes no deltas or cannot be read. `ckpt_dir` is for the
-    command, None if it is not known. Raises ManifestError or LfsPointer if the model or a delta's manifest
-    cannot be read.
+    command, None if it is not known. Raises ManifestError if the model or a delta's manifest cannot be
+    read.
     """
     path = problem.path
     if not isinstance(problem.error, DeltaGap):
@@ -839,7 +838,7 @@ def _new_base(model: Path, ckpt_dir: Path | None, options: list[str]) -> str:
 def _is_spare(log: DeltaLog, delta: Path) -> bool:
     """True if the delta at the path `delta` is not needed to get from any base to the newest position.
 
-    Raises ManifestError or LfsPointer if the manifest of another delta cannot be read.
+    Raises ManifestError if the manifest of another delta cannot be read.
     """
     left = tuple(other for other in log.deltas if other.path != delta)
     newest = max([log.base.at.position, *(other.end for other in log.deltas)])

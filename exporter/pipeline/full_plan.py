@@ -266,8 +266,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
 def _overwritten(model: Path) -> tuple[str, ...]:
     """Return a warning, in a tuple, if the trainer wrote into files that a model's newest version links to.
 
-    () if it did not, there is no version, or its manifest is damaged. LfsPointer if the manifest is a Git LFS
-    pointer.
+    () if it did not, there is no version, or its manifest is damaged.
     """
     newest = newest_version(model)
     if newest is not None and newest.has_manifest:
@@ -391,7 +390,7 @@ def _require_own_directory(model: Path, catalog: Catalog) -> None:
 def _target_notes(model: Path) -> tuple[str, ...]:
     """Return a warning, in a tuple, if a plain version ends the deltas of the newest version; else ().
 
-    () also if its manifest is damaged. LfsPointer if the manifest is a Git LFS pointer.
+    () also if its manifest is damaged.
     """
     newest = newest_version(model)
     if newest is None:

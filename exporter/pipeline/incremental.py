@@ -113,7 +113,7 @@ def as_base(request: ExportRequest) -> ExportRequest:
 
     The options are those of deltas (`updates`), the servers' version, and mapped tables; without a previous
     base, or if its manifest is damaged, none are added. `again` is set: the checkpoint may be published
-    already, as after a broken log. LfsPointer if the base's manifest is a Git LFS pointer.
+    already, as after a broken log.
     """
     request = replace(request, again=True)
     before, mapped, server = Updates(), None, None

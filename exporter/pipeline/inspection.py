@@ -80,8 +80,7 @@ def _bundles(model: Path) -> tuple[BundleView, ...]:
 def _newest_position(model: Path, newest: BundleView) -> Position | None:
     """Return a model's newest position, deltas included; None if a manifest is damaged or missing.
 
-    `newest` is its newest version; if that takes no deltas, the position is in its manifest. LfsPointer if
-    the manifest is a Git LFS pointer.
+    `newest` is its newest version; if that takes no deltas, the position is in its manifest.
     """
     try:
         return read_log(model).at

@@ -170,7 +170,7 @@ def _positions(model: Path, *named: int | str | None) -> list[int | None]:
     """Return the positions meant by numbers or names, in order; None stays None.
 
     Raises UsageError for a malformed name, PositionUnknown for an unknown one, NotUpdatable if nothing is
-    published, ManifestError or LfsPointer if a manifest cannot be read.
+    published, ManifestError if a manifest cannot be read.
     """
     return [None if each is None else resolve_position(each, model) for each in named]
 
@@ -611,8 +611,7 @@ def _resumption(
 def restorer_of(model: Path) -> Restorer:
     """Read a published model, with a log or plain versions, as the object that restores earlier values.
 
-    Raises NotUpdatable if nothing is published, ManifestError or LfsPointer if the newest manifest cannot be
-    read.
+    Raises NotUpdatable if nothing is published, ManifestError if the newest manifest cannot be read.
     """
     from exporter.pipeline.restoration import Restorer  # late: deltas bring nothing back
 
@@ -629,8 +628,8 @@ def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) ->
     """Return the result of `plan`, called with the published model; call it again if others removed files.
 
     `first` is the model as read before the first try. A model without a log is read once. Raises
-    PositionMoved if that goes on for a minute, NotUpdatable, ManifestError or LfsPointer if the log cannot be
-    read again, and what `plan` raises.
+    PositionMoved if that goes on for a minute, NotUpdatable or ManifestError if the log cannot be read again,
+    and what `plan` raises.
     """
     from exporter.pipeline.restoration import Restorer
 
@@ -644,8 +643,8 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
     """Lock a model for a block and yield it with a staging directory: no other process publishes or tidies.
 
     Left-overs of killed rollbacks are removed first. Raises NotUpdatable if nothing is published, before any
-    file is made; TargetBusy if another exporter had the lock for too long, ManifestError or LfsPointer if the
-    newest manifest cannot be read, PublishError if nothing can be written. An OSError of the block becomes a
+    file is made; TargetBusy if another exporter had the lock for too long, ManifestError if the newest
+    manifest cannot be read, PublishError if nothing can be written. An OSError of the block becomes a
     PublishError.
     """
     if newest_version(model) is None:  # without a publication make nothing, not even a lock
@@ -744,7 +743,7 @@ def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | No
 
     Raises:
         PositionMoved: others interfered for `RACE_SECONDS`.
-        NotUpdatable, ManifestError, LfsPointer: the log cannot be read.
+        NotUpdatable, ManifestError: the log cannot be read.
         ExportError: another error of `action`.
     """
     deadline = time.monotonic() + RACE_SECONDS

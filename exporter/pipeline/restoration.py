@@ -178,7 +178,7 @@ class Restorer:
             UsageError: `to` is the newest position.
             PositionUnknown: it is not a published position, or its values cannot be restored.
             ModelHeld: a canary decides about the log, and rejected the values.
-            ManifestError, LfsPointer: a manifest, or the hold, cannot be read.
+            ManifestError: a manifest, or the hold, cannot be read.
         """
         at = self.at.position
         if to == at:
@@ -251,8 +251,7 @@ class Restorer:
     def form_of(self, restoration: Restoration) -> Restored:
         """Return the form in which `publish` restores the values: a delta, a base or a version.
 
-        Raises PositionUnknown if they cannot be restored, ManifestError or LfsPointer if a manifest cannot be
-        read.
+        Raises PositionUnknown if they cannot be restored, ManifestError if a manifest cannot be read.
         """
         return self._way(restoration.of).made
 
@@ -284,8 +283,8 @@ class Restorer:
     def _way(self, of: int) -> _Way:
         """Return the object that restores the values of position `of`: by a delta, a base or a version.
 
-        Raises PositionUnknown if they cannot be restored, ManifestError or LfsPointer if a manifest or
-        directory that decides this cannot be read.
+        Raises PositionUnknown if they cannot be restored, ManifestError if a manifest or directory that
+        decides this cannot be read.
         """
         if self.published is not None and self.published.has(of):
             way = _ByDelta(self.published)
@@ -590,8 +589,8 @@ class _ByBase(_Way):
     def next_position(self) -> int:
         """Return the position that the base will have: greater than all used ones; nothing is reserved.
 
-        Raises VersionExists or PositionError if no position is left, ManifestError or LfsPointer if the used
-        ones cannot be known.
+        Raises VersionExists or PositionError if no position is left, ManifestError if the used ones cannot be
+        known.
         """
         return reserve_position(self.log.model, None).position
 
@@ -666,8 +665,7 @@ class _ByVersion(_Way):
     def _next(self, manifest: Manifest) -> int:
         """Return the number that `publish_version` will give a version with this manifest's step.
 
-        Raises VersionExists if none is free, ManifestError or LfsPointer if the published positions cannot be
-        read.
+        Raises VersionExists if none is free, ManifestError if the published positions cannot be read.
         """
         last = last_position(self._model, self.versions)
         newest = greatest(self.versions[0].version, taken(self._model).version)

@@ -34,7 +34,6 @@ def approve(log: Path, model: Path, *, expected: int | None, position: int) -> i
     Raises:
         ManifestError, NotUpdatable: with `expected` None: the newest version cannot be read, or takes no
             deltas.
-        CheckpointError: with `expected` None: its manifest is a pointer of Git LFS.
         TargetBusy: another process held the model's lock for a minute.
         OSError: the lock's file cannot be opened.
         TargetNotWritable, DiskFull, PublishError: the hold cannot be written, or not be synced to disk.

@@ -285,7 +285,7 @@ def reserve_position(model: Path, step: int | None) -> ReservedPosition:
 
     Raises:
         ManifestError: the newest version's manifest is damaged, or a directory cannot be listed.
-        CheckpointError: that manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError: that manifest cannot be fetched from its store.
         VersionExists: no number is left.
         PositionError: the position would not be below `POSITION_LIMIT`, as those of deltas are.
     """
@@ -370,7 +370,7 @@ def publish_version(
         TargetBusy: another exporter held the lock for `LOCK_SECONDS`.
         ManifestError: the newest version's manifest is damaged, so that the next position is unknown.
         VerificationError: the staged tree holds something that is neither a file nor a directory.
-        CheckpointError: a staged file, or a manifest, is a pointer that Git LFS has not replaced.
+        CheckpointError: a staged file is a pointer that Git LFS has not replaced.
         TargetNotWritable, DiskFull, PublishError: the operating system refused; nothing was published.
     """
     if keep is not None and keep.newest < 1:
@@ -422,7 +422,7 @@ def publish_delta(
         NotUpdatable, ManifestError: the newest version takes no deltas any more, or cannot be read.
         NotTrusted: it would be signed, and the versions there are of several models, or of another one.
         VerificationError: the staged tree holds something that is neither a file nor a directory.
-        CheckpointError: a staged file, or a manifest, is a pointer that Git LFS has not replaced.
+        CheckpointError: a staged file is a pointer that Git LFS has not replaced.
         TargetBusy, TargetNotWritable, DiskFull, PublishError: it could not be written; nothing was
             published.
     """

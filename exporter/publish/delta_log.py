@@ -68,7 +68,7 @@ class LogBase(Struct, frozen=True):
             ManifestError: its manifest cannot be read, or names another version; NotTrusted if no key
                 that is trusted there has signed it.
             UsageError: keys are trusted there, and a file of keys cannot be read.
-            CheckpointError: the manifest is a pointer of Git LFS, or cannot be fetched from its store.
+            CheckpointError: the manifest cannot be fetched from its store.
         """
         manifest = read_manifest(path)
         check_place(manifest, path)
@@ -123,8 +123,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
         """The delta's manifest, read once.
 
         ManifestError if it cannot be read, is damaged, names another delta, or (NotTrusted) is not signed by
-        a key that is trusted there. CheckpointError if it is a pointer of Git LFS, or cannot be fetched from
-        its store.
+        a key that is trusted there. CheckpointError if it cannot be fetched from its store.
         """
         manifest = read_manifest(self.path)
         check_place(manifest, self.path)
@@ -204,7 +203,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
     def bases(self) -> tuple[LogBase, ...]:
         """The bases of the log that still exist and can be read, the newest first; read once.
 
-        CheckpointError if a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError if a manifest cannot be fetched from its store.
         """
         found = []
         for child in self.versions:
@@ -460,7 +459,7 @@ def read_log(model: Path) -> DeltaLog:
         NotUpdatable: nothing is published, or the newest version takes no deltas.
         ManifestError: its manifest cannot be read, or a directory cannot be listed.
         UsageError: keys are trusted there, and a file of keys cannot be read.
-        CheckpointError: the manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError: the manifest cannot be fetched from its store.
     """
     return log_of(model, version_dirs(model))
 
@@ -472,7 +471,7 @@ def log_of(model: Path, versions: Sequence[VersionDir]) -> DeltaLog:
         NotUpdatable: there is no version with a manifest, or the newest one takes no deltas.
         ManifestError: its manifest cannot be read, or the log's directory cannot be listed.
         UsageError: keys are trusted there, and a file of keys cannot be read.
-        CheckpointError: the manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError: the manifest cannot be fetched from its store.
     """
     newest = newest_of(versions)
     if newest is None:
@@ -489,7 +488,7 @@ def logs_of(model: Path, versions: Sequence[VersionDir]) -> tuple[DeltaLog, ...]
     of those left.
 
     Raises:
-        CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError: a manifest cannot be fetched from its store.
         UsageError: keys are trusted there, and a file of keys cannot be read.
     """
     found: dict[int, DeltaLog] = {}

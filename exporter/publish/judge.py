@@ -375,8 +375,7 @@ def judge(model: Model, servers: Sequence[Server], now: datetime, limits: Limits
     something for less than `limits.late_s` is a warning. `now` has a time zone.
 
     Raises:
-        CheckpointError: the newest version's manifest is a pointer of Git LFS, or cannot be fetched from
-            its store.
+        CheckpointError: the newest version's manifest cannot be fetched from its store.
         OSError: that manifest exists but cannot be looked at.
     """
     return [finding for server in servers for finding in _of_server(model, server, now, limits)]

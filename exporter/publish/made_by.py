@@ -26,7 +26,7 @@ def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | 
 
     Raises:
         UsageError: a URL is malformed; or keys are trusted there, and a file of keys cannot be read.
-        CheckpointError: the manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError: the manifest cannot be fetched from its store.
     """
     if again := export_kept_of(model):
         return again

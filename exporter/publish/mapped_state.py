@@ -24,7 +24,6 @@ def why_restored(record: MappedRecord) -> str:
 
     Raises:
         ManifestError: the name of a table's file is not below the version.
-        CheckpointError: a file is a pointer of Git LFS.
     """
     if not record.tables:
         return "none of its tables can be mapped"
@@ -101,7 +100,7 @@ def tables_state(record: MappedRecord, version: Path) -> str:
     """The state of a version's tables: `mapped`, `mapped from DIR` for a copy, or `restored: ` and why.
 
     `version` is the directory that is looked at, `record` is its manifest's. ManifestError if the name of a
-    table's file is not below it, CheckpointError if a file is a pointer of Git LFS.
+    table's file is not below it.
     """
     why, elsewhere = why_restored(record), mapped_elsewhere(record, version)
     if why:

@@ -282,8 +282,8 @@ class _Known(Struct):
 
         None if the version takes no deltas, is not trusted, or has no manifest that can be read (`doctor`
         reports that). What was read is remembered: bases, rollbacks, times, and errors about untrusted
-        versions. OSError if the manifest exists but cannot be looked at; CheckpointError if it is a pointer
-        of Git LFS, or cannot be fetched from its store; UsageError if a file of trusted keys cannot be read.
+        versions. OSError if the manifest exists but cannot be looked at; CheckpointError if it cannot be
+        fetched from its store; UsageError if a file of trusted keys cannot be read.
         """
         try:
             file = FileIdentity.of((path / MANIFEST_FILE).stat())
@@ -317,8 +317,8 @@ class _Known(Struct):
         """Return the log of `base`, its newest base, with the `listed` deltas that can be read.
 
         `base` was returned by `_Known.base` before. `hold` is the log's, or None. Deltas are read once and
-        remembered; after an untrusted delta there are none. CheckpointError if a file of a delta is a pointer
-        of Git LFS, or cannot be fetched from its store.
+        remembered; after an untrusted delta there are none. CheckpointError if a signed file of a delta
+        is a pointer of Git LFS, or a file of one cannot be fetched from its store.
         """
         lineage, is_canary = base.manifest.lineage or "", hold is not None and hold.is_canary
         limit = None if hold is None else hold.position
@@ -371,7 +371,8 @@ class _Known(Struct):
         """Read a delta: return its span, and its size in bytes; None if it was just removed, or is damaged.
 
         Its publication is remembered, or the error if keys are trusted there and it fails their check.
-        CheckpointError if a file of it is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError if a signed file of it is a pointer of Git LFS, or a file of it cannot be fetched from
+        its store.
         """
         try:
             manifest, entry = delta.manifest, delta.entry
@@ -463,8 +464,8 @@ class Model(Struct, frozen=True, dict=True):
             NotUpdatable: nothing is published.
             ManifestError: the model cannot be looked at, or the log of its newest version has vanished.
             OSError: a manifest exists but cannot be looked at.
-            CheckpointError: a manifest, a hold or a signed file is a pointer of Git LFS, or cannot be
-                fetched.
+            CheckpointError: a signed file is a pointer of Git LFS; or a manifest, a hold or a signed file
+                cannot be fetched.
             UsageError: keys are trusted there, and a file of keys cannot be read.
         """
         known = _Known() if before is None else before.known
@@ -501,8 +502,8 @@ class Model(Struct, frozen=True, dict=True):
             NotUpdatable: nothing is published.
             ManifestError: the model cannot be looked at.
             OSError: a manifest exists but cannot be looked at.
-            CheckpointError: a manifest or a hold is a pointer of Git LFS, or cannot be fetched from its
-                store.
+            CheckpointError: a signed file is a pointer of Git LFS; or a manifest, a hold or a signed file
+                cannot be fetched.
             UsageError: keys are trusted there, and a file of keys cannot be read.
         """
         found = cls.read(path)
@@ -623,8 +624,8 @@ class Model(Struct, frozen=True, dict=True):
     def current(self) -> DeltaLog | None:
         """The log of the newest version; None if that takes no deltas, or its manifest cannot be read.
 
-        OSError if the manifest exists but cannot be looked at, CheckpointError if it is a pointer of Git LFS
-        or cannot be fetched from its store.
+        OSError if the manifest exists but cannot be looked at, CheckpointError if it cannot be fetched from
+        its store.
         """
         newest = newest_of(self.versions)
         base = None if newest is None else self.known.base(newest.path)
@@ -638,7 +639,7 @@ class Model(Struct, frozen=True, dict=True):
         """The newest position of the newest version's log, or of a version without a log, and its step.
 
         None if its manifest cannot be read. OSError if the manifest exists but cannot be looked at,
-        CheckpointError if it is a pointer of Git LFS or cannot be fetched from its store.
+        CheckpointError if it cannot be fetched from its store.
         """
         if self.current is not None:
             with suppress(ManifestError):
@@ -654,7 +655,7 @@ class Model(Struct, frozen=True, dict=True):
         """All versions and deltas as events, also damaged ones, sorted by position, then by time.
 
         Their manifests are read at the first use. OSError if one exists but cannot be looked at,
-        CheckpointError if one is a pointer of Git LFS or cannot be fetched from its store.
+        CheckpointError if one cannot be fetched from its store.
         """
         events = [_version(child, self.known) for child in self.versions if child.has_manifest]
         for deltas in self.deltas.values():
@@ -671,8 +672,8 @@ class Model(Struct, frozen=True, dict=True):
     def listed_tags(self) -> tuple[ListedTag, ...]:
         """The tags of the model, sorted by name; () if they cannot be read, which the doctor reports.
 
-        NotUpdatable if there are tags and nothing is published any more; CheckpointError if a manifest is a
-        pointer of Git LFS, or one or the tags cannot be fetched from their store.
+        NotUpdatable if there are tags and nothing is published any more; CheckpointError if a manifest or
+        the tags cannot be fetched from their store.
         """
         with suppress(ManifestError):
             return listed_tags(self.path)

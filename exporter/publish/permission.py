@@ -49,7 +49,7 @@ class Permission(Struct, frozen=True):
             ChainEnds: the newest version takes deltas, and this one would not.
             UsageError: the newest version is signed, and this one would not be (`require_signer`).
             ManifestError: the versions cannot be listed.
-            CheckpointError: the newest version's manifest is a pointer of Git LFS, or cannot be fetched.
+            CheckpointError: the newest version's manifest cannot be fetched.
         """
         newest = newest_of(version_dirs(model) if versions is None else versions)
         log = None if newest is None else _log_of(newest)
@@ -83,7 +83,7 @@ def hold_in_force(model: Path) -> Hold | None:
     """The hold that servers do not pass by themselves: the model's own, or else the hold of its newest log.
 
     It may be a person's or a canary's. None without one, or if the model's directory cannot be listed.
-    CheckpointError if the newest version's manifest is a pointer of Git LFS, or cannot be fetched.
+    CheckpointError if the newest version's manifest cannot be fetched.
     """
     with suppress(ManifestError):
         newest = newest_version(model)
@@ -96,7 +96,7 @@ def require_not_taken_back(model: Path, misfit: PositionError) -> None:
 
     The trainer's next publication does not fit the restored values; it fits again after `resume`. Otherwise
     it returns. ManifestError if that version's manifest, or the model's directory, cannot be read;
-    CheckpointError if the manifest is a pointer of Git LFS or cannot be fetched.
+    CheckpointError if the manifest cannot be fetched.
     """
     newest = newest_version(model)
     if newest is None or (told := read_manifest(newest.path).taken_back) is None or told.made != "rollback":

@@ -157,7 +157,7 @@ def retire_deltas(
 
     Raises:
         ManifestError: the manifest of a delta that decides this is damaged.
-        CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError: a manifest cannot be fetched from its store.
     """
     settled = [delta for delta in log.deltas if now - _written(delta) >= GRACE_SECONDS]
     bases = [*(base.at.position for base in log.bases), *_unreadable_bases(log)]
@@ -220,7 +220,7 @@ def retire_logs(log: DeltaLog, *, now: float) -> RetiredDeltas:
 
     Raises:
         ManifestError: a directory cannot be listed.
-        CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError: a manifest cannot be fetched from its store.
     """
     removed: list[str] = []
     trash: list[Path] = []
@@ -242,7 +242,7 @@ def logs_without_base(model: Path, current: Path | None) -> list[Path]:
 
     `current` is the directory of the newest version's own log; None: there is none. Empty while the manifest
     of a version is damaged or missing. ManifestError if a directory cannot be listed; CheckpointError if a
-    manifest is a pointer of Git LFS, or cannot be fetched from its store.
+    manifest cannot be fetched from its store.
     """
     others = [
         path

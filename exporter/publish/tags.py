@@ -293,7 +293,7 @@ class Standing(Struct, frozen=True, dict=True):
             NotUpdatable: nothing is published.
             ManifestError: the manifest of the newest version cannot be read, or a directory cannot be
                 listed.
-            CheckpointError: that manifest is a pointer of Git LFS, or cannot be fetched from its store.
+            CheckpointError: that manifest cannot be fetched from its store.
         """
         versions = version_dirs(model)
         if newest_of(versions) is None:
@@ -307,8 +307,8 @@ class Standing(Struct, frozen=True, dict=True):
     def logs(self) -> tuple[DeltaLog, ...]:
         """All logs with an existing base, newest first.
 
-        Versions with a damaged manifest are left out. CheckpointError if a manifest is a pointer of Git LFS,
-        or cannot be fetched from its store.
+        Versions with a damaged manifest are left out. CheckpointError if a manifest cannot be fetched from
+        its store.
         """
         return logs_of(self.model, self.versions)
 
@@ -316,7 +316,7 @@ class Standing(Struct, frozen=True, dict=True):
         """Return the log in which a base is at the position or a delta ends there.
 
         None if no log with a base has it. Of several, the newest version's log counts first, then the newer
-        ones. CheckpointError if a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        ones. CheckpointError if a manifest cannot be fetched from its store.
         """
         if self.log is not None and self.log.has(position):
             return self.log
@@ -326,8 +326,8 @@ class Standing(Struct, frozen=True, dict=True):
     def plain(self) -> Mapping[int, Path]:
         """The paths of the versions that take no deltas, by version number.
 
-        Versions with a damaged manifest are left out. CheckpointError if a manifest is a pointer of Git LFS,
-        or cannot be fetched from its store.
+        Versions with a damaged manifest are left out. CheckpointError if a manifest cannot be fetched from
+        its store.
         """
         found = {}
         for child in self.versions:
@@ -341,8 +341,8 @@ class Standing(Struct, frozen=True, dict=True):
         """For each position, the paths of the versions that are there and of the deltas that end there.
 
         Versions that take no deltas are listed by their number. Versions with a damaged manifest, and logs
-        whose directory cannot be listed, are left out. CheckpointError if a manifest is a pointer of Git LFS,
-        or cannot be fetched from its store.
+        whose directory cannot be listed, are left out. CheckpointError if a manifest cannot be fetched from
+        its store.
         """
         paths = {number: [path] for number, path in self.plain.items()}
         for log in self.logs:
@@ -365,7 +365,7 @@ class Standing(Struct, frozen=True, dict=True):
         """Return the reason why the values of a position cannot be restored; empty if they can.
 
         ManifestError if a directory or a delta's manifest that decides this cannot be read, CheckpointError
-        if a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        if a manifest cannot be fetched from its store.
         """
         if (log := self.log_at(position)) is not None:
             try:
@@ -388,7 +388,7 @@ class Standing(Struct, frozen=True, dict=True):
         Raises:
             PositionUnknown: no version reaches it.
             ManifestError: a directory or a delta's manifest that decides this cannot be read.
-            CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+            CheckpointError: a manifest cannot be fetched from its store.
         """
         self.require(position)
         if (log := self.log_at(position)) is None:
@@ -401,7 +401,7 @@ class Standing(Struct, frozen=True, dict=True):
         Raises:
             PositionUnknown: nothing is there, or no base is left from which deltas reach it.
             ManifestError: a directory or a delta's manifest that decides this cannot be read.
-            CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+            CheckpointError: a manifest cannot be fetched from its store.
         """
         if why := self.loss(position):
             known = ", ".join(map(str, sorted(self.paths)[-20:]))
@@ -430,7 +430,7 @@ def tags_of(model: Path) -> tuple[ListedTag, ...]:
     Raises:
         NotUpdatable: nothing is published.
         ManifestError: the tags, or a manifest, cannot be read, or a directory cannot be listed.
-        CheckpointError: a manifest is a pointer of Git LFS, or one or the tags cannot be fetched.
+        CheckpointError: a manifest or the tags cannot be fetched.
     """
     found = listed_tags(model)
     if not found and newest_version(model) is None:
@@ -446,7 +446,7 @@ def listed_tags(model: Path) -> tuple[ListedTag, ...]:
     Raises:
         NotUpdatable: there are tags, and nothing is published.
         ManifestError: the tags, or a manifest, cannot be read, or a directory cannot be listed.
-        CheckpointError: a manifest is a pointer of Git LFS, or one or the tags cannot be fetched.
+        CheckpointError: a manifest or the tags cannot be fetched.
     """
     if not (tags := read_tags(model)):
         return ()
@@ -472,7 +472,7 @@ def resolve_position(named: int | str, model: Path) -> int:
             time.
         NotUpdatable: nothing is published.
         ManifestError: a manifest, or the document of tags, cannot be read.
-        CheckpointError: a manifest is a pointer of Git LFS, or one or the tags cannot be fetched.
+        CheckpointError: a manifest or the tags cannot be fetched.
     """
     text = str(named)
     if not isinstance(named, str):
@@ -499,7 +499,7 @@ def version_named(named: str, model: Path) -> int:
         PositionUnknown: there is no such tag, or no version reaches the position.
         NotUpdatable: nothing is published.
         ManifestError: a manifest, or the document of tags, cannot be read.
-        CheckpointError: a manifest is a pointer of Git LFS, or one or the tags cannot be fetched.
+        CheckpointError: a manifest or the tags cannot be fetched.
     """
     return Standing.of(model).version_at(resolve_position(named, model))
 
@@ -603,8 +603,8 @@ def tagged_versions(versions: Iterable[VersionDir], tags: Mapping[str, PositionT
 
     `versions` are as `version_dirs` lists them, `tags` are by name. A tag needs the version at its position,
     or else the base before it: the newest before that takes deltas. A version with a damaged manifest counts
-    as a base. A tag without either needs none. CheckpointError if a manifest is a pointer of Git LFS, or
-    cannot be fetched from its store.
+    as a base. A tag without either needs none. CheckpointError if a manifest cannot be fetched from its
+    store.
     """
     numbers = {child.version: child.path for child in versions if child.has_manifest}
     found: dict[int, str] = {}

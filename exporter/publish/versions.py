@@ -254,7 +254,7 @@ def identities_of(versions: Iterable[VersionDir]) -> tuple[str, ...]:
     are skipped.
 
     Raises:
-        CheckpointError: a manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError: a manifest cannot be fetched from its store.
         UsageError: keys are trusted there, and a file of keys cannot be read.
     """
     found: dict[str, None] = {}
@@ -286,7 +286,7 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
             directory cannot be listed.
         NotTrusted, UsageError: keys are trusted there, and none has signed that manifest, or they cannot
             be read.
-        CheckpointError: that manifest is a pointer of Git LFS, or cannot be fetched from its store.
+        CheckpointError: that manifest cannot be fetched from its store.
     """
     versions = tuple(versions)
     newest = newest_of(versions)

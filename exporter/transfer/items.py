@@ -162,7 +162,7 @@ def local_items(model: Path) -> list[Item]:
     Raises:
         ManifestError: a directory cannot be listed, a manifest cannot be read, is not signed by a trusted
             key, or one version has two numbers.
-        CheckpointError: a manifest is a pointer of Git LFS, or an object that cannot be fetched.
+        CheckpointError: a manifest is an object that cannot be fetched.
     """
     found = []
     for path in local_paths(model).values():

@@ -56,7 +56,6 @@ class Changes:
 
         Only findings with a kind of event count. A finding that has disappeared is reported again when it
         returns. No event is written of a rollback that another thread has reported within the last 60 s.
-        CheckpointError if a command for a finding needs the newest manifest, which is a pointer of Git LFS;
         UsageError if trusted keys cannot be read.
         """
         models = {model.name: model for model in view.models}

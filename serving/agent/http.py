@@ -55,8 +55,7 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
     """Return the status page as HTML, of a new view and the last events.
 
     A replica that lacks a publication for more than `fresh_within_s` seconds is late. `recorder` has the
-    samples for plots and charts, `journal` the events. CheckpointError if a finding's command needs the
-    newest manifest, which is a pointer of Git LFS; UsageError if trusted keys cannot be read.
+    samples for plots and charts, `journal` the events. UsageError if trusted keys cannot be read.
     """
     now = view()
     return _template().render(

@@ -71,8 +71,7 @@ class Publications:
     def overwritten(self) -> str:
         """Return a warning that a trainer wrote into files of the newest version; "" if file times show none.
 
-        It is "", too, for a copy, without a version, and if the version's manifest cannot be read. LfsPointer
-        if that manifest has become a pointer of Git LFS since the last look.
+        It is "", too, for a copy, without a version, and if the version's manifest cannot be read.
         """
         newest = self.current.newest_version
         if newest is None or self.model.is_copy:

@@ -118,9 +118,8 @@ class FleetStanding(Struct, frozen=True):
 def assess(view: FleetView, fresh_within_s: float) -> FleetStanding:
     """Return the states of all models, the worst first.
 
-    A replica that lacks a publication for more than `fresh_within_s` is late. CheckpointError if a finding's
-    command needs the newest manifest, which is a pointer of Git LFS; UsageError if trusted keys cannot be
-    read.
+    A replica that lacks a publication for more than `fresh_within_s` is late. UsageError if trusted keys
+    cannot be read.
     """
     models = [_assess(model, fresh_within_s) for model in view.models]
     findings = [finding for model in models for finding in model.findings]
@@ -253,8 +252,7 @@ def _past(model: ModelView) -> str:
 def _of_publications(model: ModelView) -> Iterator[Finding]:
     """Yield findings about the published model, and about replicas that cannot apply it.
 
-    CheckpointError if a command needs the newest manifest, which is a pointer of Git LFS; UsageError if
-    trusted keys cannot be read.
+    UsageError if trusted keys cannot be read.
     """
     trouble = None if model.store is None else model.store.trouble
     yield from _of_hold(model)
@@ -344,8 +342,7 @@ def _of_publishers(model: ModelView) -> Iterator[Finding]:
 def _of_store(model: ModelView, store: StoreView, trouble: Trouble) -> Finding:
     """Return the finding that a store's publications are not here: the reason, since when, and a command.
 
-    `trouble` is the failure of the last look into the store. CheckpointError if the command needs the newest
-    manifest, which is a pointer of Git LFS; UsageError if trusted keys cannot be read.
+    `trouble` is the failure of the last look into the store. UsageError if trusted keys cannot be read.
     """
     since = f"since {trouble.since:%H:%M:%S} UTC"
     text = f"{trouble.text}, {since}"

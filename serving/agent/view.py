@@ -325,7 +325,6 @@ def view(
     """Return the fleet's present state; `canaries` and `pullers` are by model.
 
     A publication is expected every `expected_s` seconds, or by the publisher's habit if that is None.
-    LfsPointer if the manifest of a newest version has just become a pointer of Git LFS.
     """
     now = datetime.now(timezone.utc)
     models = [
