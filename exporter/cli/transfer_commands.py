@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -215,33 +216,35 @@ def _print_pull(done: Pulled, model: Path, sink: Output, *, dry_run: bool = Fals
         position=done.position,
         identity=done.identity,
     )
+    sink.result(document, [*_pull_lines(done, model, dry_run=dry_run)], is_done=not dry_run)
+
+
+_WAITS = "they wait for what the store publishes next"
+
+
+def _pull_lines(done: Pulled, model: Path, *, dry_run: bool) -> Iterator[str]:
     size = f"{'at most ' if dry_run else ''}{human_bytes(done.bytes_)}"
     what = f"{count(len(done.fetched), 'publication')}, {size}, to {model}"
-    lines = [labelled("would fetch" if dry_run else "fetched", what)]
-    lines += [labelled("would spare" if dry_run else "spared", each.text) for each in done.spared]
+    yield labelled("would fetch" if dry_run else "fetched", what)
+    yield from (labelled("would spare" if dry_run else "spared", each.text) for each in done.spared)
     if done.removed:
-        lines.append(labelled("would remove" if dry_run else "removed", ", ".join(done.removed)))
+        yield labelled("would remove" if dry_run else "removed", ", ".join(done.removed))
     if done.incomplete:
-        lines.append(labelled("not whole yet", ", ".join(done.incomplete)))
+        yield labelled("not whole yet", ", ".join(done.incomplete))
     if done.repeated:
-        lines.append(labelled("repeated", f"{done.repeated}: what the store went back to, or resumed"))
+        yield labelled("repeated", f"{done.repeated}: what the store went back to, or resumed")
     if done.waiting:
-        then = (
-            f"{done.way_on}, then pull again"
-            if done.way_on
-            else "they wait for what the store publishes next"
-        )
-        lines.append(labelled("waiting", f"{', '.join(done.waiting)}: this copy was rolled back; {then}"))
+        then = f"{done.way_on}, then pull again" if done.way_on else _WAITS
+        yield labelled("waiting", f"{', '.join(done.waiting)}: this copy was rolled back; {then}")
     if done.untrusted:
-        lines.append(labelled("not trusted", "; ".join(error.message for error in done.untrusted)))
+        yield labelled("not trusted", "; ".join(error.message for error in done.untrusted))
     if done.identity:
         pinned = ": from now on this copy takes no other" if done.is_pinned_now else ""
-        lines.append(labelled("model", f"{done.identity}{pinned}"))
+        yield labelled("model", f"{done.identity}{pinned}")
     if done.position is not None:
-        lines.append(labelled("position", done.position))
-    if done.position is not None and not dry_run:
-        lines.append(labelled("next", _next(model)))
-    sink.result(document, lines, is_done=not dry_run)
+        yield labelled("position", done.position)
+        if not dry_run:
+            yield labelled("next", _next(model))
 
 
 def _next(model: Path) -> str:

@@ -648,6 +648,7 @@ def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> l
     names, slices = (
         const_texts(nodes.get(through_identities(nodes, text))) for text in input_names(node)[1:3]
     )
+    types = node.attr["dtypes"].list.type
     if names is None or slices is None or len(names) != len(slices):
         raise _unclear(node)
     users = [user for user in before if name in {source.node for source in data_inputs(nodes[user])}]
@@ -658,8 +659,7 @@ def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> l
         for at, tensor in enumerate(data_inputs(nodes[user])):
             if tensor in numbers:
                 nodes[user].input[at] = numbers[tensor].as_input
-    types = node.attr["dtypes"].list.type
-    if used and used[-1] >= min(len(names), len(types)):
+    if max(used, default=0) >= min(len(names), len(types)):
         raise _unclear(node)
     texts = {f"{name}/tensor_names": names, f"{name}/shape_and_slices": slices}
     dtypes = tuple(base_dtype(types[output]) for output in used)

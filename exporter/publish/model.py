@@ -49,7 +49,7 @@ from exporter.publish.versions import (
     trust_of,
     version_dirs,
 )
-from exporter.storage.files import FileIdentity, is_gone, read_regular
+from exporter.storage.files import FileIdentity, is_gone, read_record
 from exporter.storage.layout import DELTAS_DIRECTORY, MANIFEST_FILE
 
 _MOST_COMMITS = 20_000
@@ -833,10 +833,10 @@ def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
 def _mentions(version: Path, digest: str) -> bool:
     """True if a version's manifest, unparsed, contains a digest; False also if it cannot be read.
 
-    Parsing the manifests of many versions would take long. CheckpointError if the manifest is a pointer of
-    Git LFS, or an object that cannot be fetched.
+    Parsing the manifests of many versions would take long. CheckpointError if the manifest is an object that
+    cannot be fetched.
     """
     try:
-        return digest.encode("ascii") in read_regular(version / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+        return digest.encode("ascii") in read_record(version / MANIFEST_FILE, MAX_MANIFEST_BYTES)
     except OSError:
         return False

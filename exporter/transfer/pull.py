@@ -63,7 +63,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
@@ -919,19 +919,23 @@ class _Pull:
             if self._repeated_at(log, position) is not None:
                 continue  # servers are held where its values were published again
             self._refused.add(name)
-            said = "no position" if position is None else f"position {position}"
             ends = (item for item in items.values() if item.log == log and item.manifest.position == position)
             back = next((each for each in map(restored, ends) if each is not None), position)
-            to = "POSITION" if back is None else back
-            self._untrusted.append(
-                NotTrusted(
-                    f"{self._url}/{name} says {said}, and {self._model} is at {least}",
-                    cause="a hold is not signed: it is not taken where it would lead back",
-                    hint="to go back, publish that: "
-                    f"export-model rollback {quoted(self._url)} --to {quoted(to)}",
-                )
-            )
+            self._untrusted.append(self._leads_back(name, position, least, back))
         self._stored = replace(self._stored, items=items, holds=holds)
+
+    def _leads_back(self, name: str, position: int | None, least: int, back: int | None) -> NotTrusted:
+        """Return the error for the store's hold `name`, at `position`, of a copy that is at `least`.
+
+        `back` is the position to which it would lead; None: it is not known.
+        """
+        said = "no position" if position is None else f"position {position}"
+        to = "POSITION" if back is None else back
+        return NotTrusted(
+            f"{self._url}/{name} says {said}, and {self._model} is at {least}",
+            cause="a hold is not signed: it is not taken where it would lead back",
+            hint=f"to go back, publish that: export-model rollback {quoted(self._url)} --to {quoted(to)}",
+        )
 
     def _least_hold(self, name: str, here: bytes | None) -> int:
         """Return the least position that a hold may state without moving a server of this copy back; -1: any.
@@ -1164,11 +1168,7 @@ class _Pull:
         """
         passage, said = Passage(item, staged), f"{self._url}/{item.path}/{MANIFEST_FILE}: the file"
         places = {file: below(staged, file.path, said, writes=True) for file in passage.files}
-        for path in {*staged.rglob("*")} - {
-            *places.values()
-        }:  # halves of files, which may not be fetched now
-            if path.is_symlink() or not path.is_dir():
-                path.unlink()
+        _remove_others(staged, {*places.values()})  # halves of files, which may not be fetched now
         linked, made, fetched = set[FileEntry](), set[FileEntry](), set[FileEntry]()
 
         def fetch(wanted: Sequence[FileEntry]) -> None:
@@ -1626,6 +1626,13 @@ _DAMAGE = (VerificationError, CorruptFile, MissingShard, TruncatedFile, Unsuppor
 
 def _typed(*words: str) -> str:
     return " ".join(map(quoted, words))
+
+
+def _remove_others(directory: Path, kept: Container[Path]) -> None:
+    """Remove all files and links at any depth of a directory, except the paths to keep."""
+    for path in [*directory.rglob("*")]:
+        if path not in kept and (path.is_symlink() or not path.is_dir()):
+            path.unlink()
 
 
 def _is_there(path: Path, each: RemoteObject) -> bool:

@@ -122,19 +122,15 @@ def to_repeat(
     repeated if the copy's newest values are later ones, and no hold keeps servers from them; a resumption
     only after a rollback that was repeated, and without a hold of the copy.
     """
-    theirs = max(stored.values(), key=lambda item: item.order, default=None)
-    base = max(
-        (item for item in here.values() if not item.is_delta), key=lambda item: item.order, default=None
-    )
+    theirs = _newest(stored.values())
     decided = None if theirs is None else _decision(theirs)
-    if theirs is None or base is None or decided is None or base.log_path != theirs.log:
+    if theirs is None or decided is None:
         return None
     made, to = decided
+    base = _newest(item for item in here.values() if not item.is_delta)
     in_log = [item for item in here.values() if item.log_path == theirs.log]
-    ours = [each for each in taken_back if each.log == theirs.log]
-    if not any(each.withholds(theirs) for each in ours) or any(each.end == to for each in ours):
-        return None
-    if not any(item.manifest.position == to for item in in_log):
+    is_known = base in in_log and to in {item.manifest.position for item in in_log}
+    if not (is_known and _is_withheld(theirs, to, taken_back)):
         return None
     newest = max(in_log, key=lambda item: item.order)
     values = newest.manifest.position if (found := restored(newest)) is None else found
@@ -142,6 +138,16 @@ def to_repeat(
         return theirs if values > to and (reach is None or reach > to) else None
     was_repeated = any(repeated(item, here, stored) is newest for item in stored.values() if item.log)
     return theirs if values < to and reach is None and was_repeated else None
+
+
+def _newest(items: Iterable[Item]) -> Item | None:
+    return max(items, key=lambda item: item.order, default=None)
+
+
+def _is_withheld(theirs: Item, to: int, taken_back: Iterable[TakenBack]) -> bool:
+    """True if a copy withholds a decision of its store, to position `to`, that it did not make itself."""
+    ours = [each for each in taken_back if each.log == theirs.log]
+    return any(each.withholds(theirs) for each in ours) and not any(each.end == to for each in ours)
 
 
 def way_on(stored: Collection[Item], taken_back: Iterable[TakenBack]) -> tuple[str, ...]:
