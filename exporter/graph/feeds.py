@@ -62,6 +62,8 @@ def _array(text: str, dtype: DType) -> np.ndarray:
         texts = np.asarray(value, dtype=object)
         return np.array([str(text).encode() for text in texts.ravel()], dtype=object).reshape(texts.shape)
     exact = np.asarray(value)
+    if not exact.size:
+        return exact.astype(dtype.numpy)  # an empty list is of floats, whatever it is for
     if exact.dtype.kind == "f" and dtype.is_integer:
         raise ValueError("a whole number is expected")
     if (exact.dtype.kind == "b") != (dtype is DType.BOOL):
@@ -70,7 +72,7 @@ def _array(text: str, dtype: DType) -> np.ndarray:
         )
     if exact.dtype.kind in "iu" and dtype.is_integer:
         least, greatest = dtype.limits
-        if exact.size and (exact.min() < least or exact.max() > greatest):
+        if exact.min() < least or exact.max() > greatest:
             raise ValueError("the number is out of range")
     return exact.astype(dtype.numpy)
 

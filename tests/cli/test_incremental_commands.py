@@ -240,7 +240,7 @@ def test_other_rules_than_the_base_has_are_refused(setting: Log) -> None:
     ran = setting.export("--average", "ema")
     assert (ran.error["error"], ran.code) == ("SchemaChanged", 5)
     ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--average", "ema")
-    assert "average was None, is 'ema'" in ran.err
+    assert "--average was not given, is 'ema'" in ran.err
 
 
 def test_a_base_that_takes_deltas_in_another_way_is_not_silently_kept(setting: Log) -> None:

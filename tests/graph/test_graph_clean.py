@@ -202,6 +202,19 @@ def test_the_hint_for_a_number_where_a_list_is_expected_works(
     )
 
 
+@pytest.mark.parametrize("dtype", ["int64", "bool", "float32", "string"])
+def test_an_empty_list_is_fed_to_any_type(tmp_path: Path, dtype: str) -> None:
+    import tensorflow as tf
+
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [None], "x")
+        words = tf.compat.v1.placeholder(dtype, [None], "p")
+        tf.identity(x + tf.cast(tf.size(words), tf.float32), "y")
+        tf.compat.v1.train.export_meta_graph(str(tmp_path / "m.meta"))
+    ends = {"inputs": {"x": "x"}, "outputs": {"y": "y"}}
+    load_graph(GraphRequest(model=str(tmp_path / "m.meta"), feeds={"p": "[]"}, **ends))
+
+
 def test_types_that_rest_has_no_json_for_are_told(tmp_path: Path) -> None:
     import tensorflow as tf
 
