@@ -42,6 +42,7 @@ from exporter.graph.signatures import signature_nodes
 from exporter.graph.variable_uses import Reading, Use, read_rows_only, readings
 from exporter.mapping.build import VariableMapping
 from exporter.mapping.tensor_source import TensorSource
+from exporter.storage.files import writing
 from exporter.storage.layout import MAPPED_ID_FILE, VARIABLES_DIRECTORY
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
@@ -201,9 +202,10 @@ class MappedTables(Struct, frozen=True):
     def write_id(self, version: Path) -> None:
         """Write the id to its file in the directory `version`; a graph compares it before it maps the tables.
 
-        Raises OSError if it cannot be written.
+        Raises TargetNotWritable, DiskFull or PublishError if it cannot be written.
         """
-        (version / MAPPED_ID_FILE).write_text(self.id)
+        with writing(path := version / MAPPED_ID_FILE):
+            path.write_text(self.id)
 
     def path(self, node: str) -> bytes:
         """Return the path of the file of a variable, given by its node, as servers see it.

@@ -296,16 +296,16 @@ def is_series(names: Collection[str]) -> bool:
 def saved_model_without_variables(prefix: Path) -> Path | None:
     """Return the graph file of a SavedModel without variables that would have this `prefix`.
 
-    None if its directory of variables has entries, or there is no such SavedModel. OSError if that directory
-    cannot be listed.
+    None if its directory of variables has entries or may not be listed, or there is no such SavedModel.
     """
     directory = prefix.parent
-    if Path(directory.name, prefix.name) != VARIABLES_PREFIX or (
-        directory.is_dir() and any(directory.iterdir())
-    ):
+    if Path(directory.name, prefix.name) != VARIABLES_PREFIX:
         return None
-    files = (directory.parent / name for name in SAVED_MODEL_FILES)
-    return next((file for file in files if file.is_file()), None)
+    with suppress(PermissionError):
+        if not directory.is_dir() or not any(directory.iterdir()):
+            files = (directory.parent / name for name in SAVED_MODEL_FILES)
+            return next((file for file in files if file.is_file()), None)
+    return None
 
 
 def v1_pattern(name: str) -> str:

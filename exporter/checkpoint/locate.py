@@ -429,7 +429,7 @@ def _below(directory: Path, names: Iterable[str]) -> Iterator[Path]:
     """Yield the directories that have a checkpoint: of `names` in `directory`, and `checkpoints/` in each."""
     for name in names:
         for place in (directory / name, directory / name / _CHECKPOINTS):
-            with suppress(CheckpointError):
+            with suppress(CheckpointError, PermissionError):  # as of lost+found
                 if place.is_dir() and not is_saved_model(place) and _in_directory(place):
                     yield place
 

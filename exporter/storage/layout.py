@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 SAVED_MODEL_FILE = "saved_model.pb"
@@ -96,8 +97,13 @@ DEEPREC_INCREMENTS_DIRECTORY = ".incremental_checkpoint"
 
 
 def is_saved_model(path: Path) -> bool:
-    """True for a directory that holds a SavedModel in any of its forms, also one that is not read here."""
-    return any((path / name).is_file() for name in (*SAVED_MODEL_FILES, SAVED_MODEL_PARTS_FILE))
+    """True for a directory that holds a SavedModel in any of its forms, also one that is not read here.
+
+    False for a directory that this user may not search.
+    """
+    with suppress(PermissionError):  # pathlib's is_file passes it
+        return any((path / name).is_file() for name in (*SAVED_MODEL_FILES, SAVED_MODEL_PARTS_FILE))
+    return False
 
 
 # The most bytes of a name and of a path on Linux: NAME_MAX, and PATH_MAX without the NUL.

@@ -90,11 +90,14 @@ def find_rows(geometry: TableGeometry, state: TableState, keys: Array) -> Array:
 def live_rows(geometry: TableGeometry, state: TableState) -> Array:
     """Return a mask, bool [capacity], of the rows that a key has; reads all of `index_rows`.
 
-    Errors of reading are those of `state`.
+    IndexError if the index names a row that does not exist; errors of reading are those of `state`.
     """
     used = np.zeros(geometry.capacity, bool)
     for begin in range(0, geometry.slots, _SCAN):
-        used[state.rows(np.arange(begin, min(begin + _SCAN, geometry.slots)))] = True
+        rows = state.rows(np.arange(begin, min(begin + _SCAN, geometry.slots)))
+        if rows.min(initial=0) < 0:  # numpy would count it from the end
+            raise IndexError(f"there is no row {rows.min()}")
+        used[rows] = True
     used[geometry.cursor_row :] = False  # empty slots hold the last row
     return used
 

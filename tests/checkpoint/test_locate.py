@@ -19,6 +19,7 @@ from exporter.errors import (
     UnsupportedFormat,
 )
 from tests.support.bundles import write
+from tests.support.users import as_user, needs_root
 
 
 def state(directory: Path, name: str, *others: str) -> None:
@@ -393,3 +394,24 @@ def test_a_name_with_a_slip_is_answered_with_the_nearest(tmp_path: Path) -> None
     with pytest.raises(CheckpointNotFound, match="no directory, no archive") as caught:
         open_checkpoint(tmp_path / "trian")
     assert str(tmp_path / "train") in caught.value.hint
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["lost+found", "variables", "checkpoints"])
+def test_a_directory_that_may_not_be_searched_is_looked_over(tmp_path: Path, name: str) -> None:
+    """As lost+found is on a disk of its own: an empty directory of checkpoints ended in PermissionError."""
+    (tmp_path / name).mkdir(mode=0o700)
+    for above in (tmp_path, *tmp_path.parents):
+        if above.stat().st_uid == os.getuid() and above != Path("/"):
+            above.chmod(above.stat().st_mode | 0o055)
+
+    def look() -> str:
+        try:
+            return f"found {candidates(tmp_path)}"
+        except (CheckpointError, OSError) as error:
+            return type(error).__name__
+
+    assert as_user(65534, look) == "CheckpointNotFound"
+    (tmp_path / name).chmod(0o700)
+    write(tmp_path / "model.ckpt-7")
+    assert as_user(65534, look) == f"found {[tmp_path / 'model.ckpt-7']}"

@@ -190,3 +190,12 @@ def test_sizes_that_no_table_has_are_refused(sizes: tuple[int, int, int]) -> Non
     with pytest.raises(ValueError, match="make no table"):
         TableGeometry.of_shapes(*sizes)
     assert len(PARTS) == 4
+
+
+def test_an_index_that_names_a_row_below_the_first_is_damaged() -> None:
+    keys = np.arange(500, dtype=np.int64)
+    geometry = TableGeometry.for_keys(len(keys))
+    state = new_table(geometry, keys)
+    state.index_rows[0] = -1
+    with pytest.raises(IndexError, match="no row -1"):
+        live_rows(geometry, state)
