@@ -107,7 +107,8 @@ def predict(
         ),
     ] = False,
     form: Annotated[
-        Form, typer.Option("--as", help="With --example: as JSON, for the REST port, or as a program.")
+        Form,
+        typer.Option("--as", help="With --example: json, curl (a command) or python (a program)."),
     ] = Form.JSON,
     model_base_path: Annotated[
         Path | None,

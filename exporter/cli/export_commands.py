@@ -413,7 +413,7 @@ def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
         yield labelled("hold", f"at {hold}: servers go no further until it is lifted")
         by = plan.log.hold.by
         place = plan.log.model if by is None else by.place(plan.log.model)
-        yield labelled("next", f"export-model resume {quoted(place)}")
+        yield labelled("to lift it", f"export-model resume {quoted(place)}")
     elif not is_told:
         yield labelled("next", f"serve-model update HOST:PORT --model-name {quoted(plan.log.model.name)}")
 

@@ -102,6 +102,9 @@ def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> Non
     _warn(published, sink)
 
 
+_PUBLISHED_ALREADY = "nothing: these values are published already"
+
+
 def taken_back(done: RollbackResult, model: Path, signing: Signing, sink: Output, *, dry_run: bool) -> None:
     """Print a rollback or resumption, or with `dry_run` its plan, or that there is nothing to do.
 
@@ -115,13 +118,13 @@ def taken_back(done: RollbackResult, model: Path, signing: Signing, sink: Output
         held = (_would("hold", "hold", dry_run), _held(done))
         lines = [
             labelled("values", f"of position {done.values_of}"),
-            labelled(_would("publish", "published", dry_run), str(done.path or "nothing: the values stay")),
+            labelled(_would("publish", "published", dry_run), str(done.path or _PUBLISHED_ALREADY)),
             *_why_base(done),
             labelled(*(lifted if done.hold is None else held)),
         ]
         if done.hold is not None and not (done.is_canary or dry_run):
             words = ["export-model", "resume", model, *arguments(signing)]
-            lines.append(labelled("next", " ".join(map(quoted, words))))
+            lines.append(labelled("to lift it", " ".join(map(quoted, words))))
     if (old := done.replaced) is not None:
         lines.append(
             labelled(_would("replace", "replaced", dry_run), f"the hold at {old.position}, {old.text}")
@@ -328,7 +331,7 @@ def _history_lines(found: Model, shown: int) -> Iterator[str]:
             yield labelled("why", by.why)
         words = ["export-model", "resume", str(found.path), *(["--lift-canary"] if is_canary else [])]
         words = words if by is None else by.lifting(found.path)
-        yield labelled("next", f"to lift it: {' '.join(map(quoted, words))}")
+        yield labelled("to lift it", " ".join(map(quoted, words)))
     if found.listed_tags:
         yield labelled("tags", ", ".join(map(_tag, found.listed_tags)))
     if shown < len(found.publications):

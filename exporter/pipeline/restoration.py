@@ -302,7 +302,7 @@ class Restorer:
                 )
             is_log = self.published is not None
             raise PositionUnknown(
-                f"nothing published stands at position {of}" if is_log else f"there is no version {of}",
+                f"nothing is published at position {of}" if is_log else f"there is no version {of}",
                 cause=f"{why}; published positions: {known}",
                 hint=hint,
             )

@@ -402,7 +402,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return max(ending, key=lambda delta: delta.start)
         known = sorted({base.at.position for base in self.bases} | {delta.end for delta in self.deltas})
         raise PositionUnknown(
-            f"nothing published stands at position {position}",
+            f"nothing is published at position {position}",
             cause=f"published positions: {', '.join(map(str, known[-20:]))}",
             hint=f"list the positions: export-model history {quoted(self.model)}",
         )

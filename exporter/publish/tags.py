@@ -380,7 +380,7 @@ class Standing(Struct, frozen=True, dict=True):
                 return f"it was merged away, into {delta.path.name}"
         if position in delta_positions(self.model):
             return "its log has ended, and no base of that is left"
-        return "nothing stands there, or no more"
+        return "nothing is published there, or no longer"
 
     def version_at(self, position: int) -> int:
         """Return the version from which the fewest deltas reach a position: its own, if there is one.

@@ -68,7 +68,7 @@ def test_nothing_is_mapped(file: Path) -> None:
 
 
 def test_what_cannot_be_mapped(file: Path) -> None:
-    with file.open("rb") as opened, pytest.raises(ValueError, match="behind the file"):
+    with file.open("rb") as opened, pytest.raises(EOFError, match="behind the file"):
         map_range(opened.fileno(), 3 * PAGE, 8)
     with file.open("ab") as opened, pytest.raises(PermissionError):
         map_range(opened.fileno(), 0, 1)

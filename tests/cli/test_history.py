@@ -118,7 +118,7 @@ def test_a_tag_of_a_log_that_has_ended_says_which_version_it_keeps(request_: Exp
     for merged in model.glob("deltas/*/*10-*40"):
         shutil.rmtree(merged)
     (tag,) = history(model)["tags"]
-    assert ("nothing stands there" in tag["gone"], tag["keeps"]) == (True, 10)
+    assert ("nothing is published there" in tag["gone"], tag["keeps"]) == (True, 10)
     assert "prod 20 (gone, but keeps version 10)" in export_model("history", model).out
     for command in ("tag", "doctor"):
         assert "version 10 stays until the tag is deleted" in " ".join(

@@ -355,7 +355,7 @@ def test_a_delta_that_servers_do_not_take_yet_names_the_hold(setting: Log) -> No
     ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr")
     lines = dict(line.split(maxsplit=1) for line in ran.out.splitlines())
     assert lines["hold"].startswith("at 31")
-    assert lines["next"] == f"export-model resume {setting.model}"
+    assert lines["to"] == f"lift it    export-model resume {setting.model}"
     assert setting.export().document["hold"] == 31
 
 
@@ -388,7 +388,7 @@ def test_a_version_is_no_model_base_path(setting: Log) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("rollback", "--to", "25"), 5, "nothing published stands at position 25"),
+        (("rollback", "--to", "25"), 5, "nothing is published at position 25"),
         (("rollback", "--to", "30"), 2, "is the newest"),
     ],
 )

@@ -81,10 +81,10 @@ def test_a_rollback_prints_the_command_that_lifts_its_hold(
     model: Path, tmp_path: Path, *, is_signed: bool
 ) -> None:
     key = ["--sign-key", key_pair(tmp_path)[0]] if is_signed else []
-    assert "\nnext" not in export_model("rollback", model, "--to", 20, "--dry-run").out
+    assert "\nto lift it" not in export_model("rollback", model, "--to", 20, "--dry-run").out
     done = export_model("rollback", model, "--to", 20, *key)
     assert re.search("(?m)^hold +at 31: servers go no further until it is lifted$", done.out), done.err
-    (line,) = re.findall("(?m)^next +export-model (.*)", done.out)
+    (line,) = re.findall("(?m)^to lift it +export-model (.*)", done.out)
     lifted = export_model(*shlex.split(line), "--json")
     assert lifted.document["hold"] is None or lifted.document["is_canary"], lifted.err
     assert not hold_of(model).binds

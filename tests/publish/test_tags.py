@@ -217,7 +217,7 @@ def test_names_that_no_tag_has(model: Path, name: str) -> None:
 def test_a_position_that_never_was_is_not_tagged(model: Path) -> None:
     with pytest.raises(PositionUnknown) as caught:
         set_tag(model, "future", 50)
-    assert caught.value.cause == "nothing stands there, or no more; there are 10, 20, 30, 40"
+    assert caught.value.cause == "nothing is published there, or no longer; there are 10, 20, 30, 40"
     assert not (model / "tags.json").exists()
 
 
