@@ -24,6 +24,15 @@ _EXTRA = re.compile(r"extra argument.*\((.*)\)")
 _UNKNOWN_COMMAND = re.compile(r"No such command (.*?)\.(?: Did you mean .*)?", re.DOTALL)
 
 
+_COMMANDS = {
+    "export-model": frozenset(
+        ("init", "inspect", "history", "merge", "rollback", "resume", "tag", "diff", "verify", "push", "pull")
+    ),
+    "serve-model": frozenset(("run", "status", "reload", "agent", "predict", "update")),
+}
+"""Commands that only one of the programs has: what is typed at the other one leads there."""
+
+
 def wrong_use(
     error: Any, command: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
 ) -> UsageError:
@@ -145,9 +154,13 @@ def _unknown_word(
 ) -> str:
     """Return the command line probably meant, in which an unknown word is replaced, or an option's value.
 
-    The word is replaced by the nearest command; if none is near, it becomes the value of the first option in
-    `takes` that is not typed, and words after it the values of the next ones.
+    A command of the other program leads there. Any other word is replaced by the nearest command; if none is
+    near, it becomes the value of the first option in `takes` that is not typed, and words after it the values
+    of the next ones.
     """
+    other = next((name for name, commands in _COMMANDS.items() if word in commands), program)
+    if other != program:
+        return _command_line(other, arguments)
     if word in _MEANT:
         command, option = _MEANT[word]
         return f"{_command_line(program, _with_correction(arguments, word, command))} {option}"

@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import exporter
+from exporter.cli import app as export_cli
 from exporter.errors import NotUpdatable, UsageError
 from exporter.options import ExportRequest, Verify
+from exporter.terminal import wrong_use
 from serving import cli as serving_cli
 from tests.support.commands import Ran, export_model, run_app
 
@@ -25,6 +28,9 @@ WRONG = [
     # no such command, option or value
     ("export-model inpsect train", 2, "export-model inspect train"),
     ("export-model train models/new", 2, EXPORT),
+    ("export-model update h:1 --model-name m", 2, "serve-model update h:1 --model-name m"),
+    ("export-model run models/ranker", 2, "serve-model run models/ranker"),
+    ("serve-model rollback models/ranker --to 20", 2, "export-model rollback models/ranker --to 20"),
     ("export-model train models/new m.py:serving --keep 3", 2, f"{EXPORT} --model m.py:serving --keep 3"),
     ("export-model --ckpt train --out models/new", 2, EXPORT),
     ("export-model --ckpt=train --out models/new", 2, "export-model --ckpt-dir=train --out models/new"),
@@ -335,6 +341,13 @@ def test_a_version_that_is_not_there_is_no_matter_of_a_hold(
     Path("plain/hold").unlink()
     said = typed(asked).err
     assert ("export-model history plain" in said, "--lift-only" in said) == (True, False)
+
+
+def test_each_program_knows_the_commands_of_the_other() -> None:
+    for name, app in (("export-model", export_cli.app), ("serve-model", serving_cli.app)):
+        commands = getattr(typer.main.get_command(app), "commands")  # noqa: B009 - of a group alone
+        shown = {each for each, command in commands.items() if not command.hidden}
+        assert shown - {"help"} == wrong_use._COMMANDS[name]
 
 
 def test_a_hint_knows_its_program(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
