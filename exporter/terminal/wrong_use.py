@@ -26,7 +26,20 @@ _UNKNOWN_COMMAND = re.compile(r"No such command (.*?)\.(?: Did you mean .*)?", r
 
 _COMMANDS = {
     "export-model": frozenset(
-        ("init", "inspect", "history", "merge", "rollback", "resume", "tag", "diff", "verify", "push", "pull")
+        (
+            "init",
+            "inspect",
+            "history",
+            "merge",
+            "rollback",
+            "resume",
+            "tag",
+            "diff",
+            "verify",
+            "push",
+            "pull",
+            "doctor",
+        )
     ),
     "serve-model": frozenset(("run", "status", "reload", "agent", "predict", "update")),
 }
