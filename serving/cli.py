@@ -176,7 +176,13 @@ def predict(
                 "--model-base-path goes with --example", hint="add --example, or leave out --model-base-path"
             )
         request = {} if json_input is None else _request(json_input)
-        name = signature or request.get("signature_name") or "serving_default"
+        stated = request.get("signature_name")
+        if signature is not None and stated not in (None, signature):  # both may take the same shapes
+            raise UsageError(
+                f"--signature is {signature!r}, and the request's signature_name {stated!r}",
+                hint="leave out --signature, or correct the request",
+            )
+        name = signature or stated or "serving_default"
         most = _MOST_PREDICTED_BYTES  # a person who asks once may ask for a large answer
         connect = partial(ModelClient, address, deadline_s=deadline, access=access, most_answer_bytes=most)
         with client_of(connect, model_name, model_base_path) as client:

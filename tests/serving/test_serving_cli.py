@@ -317,6 +317,15 @@ def test_predict(server: ModelServer, request_: Any, options: tuple[str, ...], a
     assert json.loads(done.stdout) == answer
 
 
+def test_a_request_of_another_signature_than_asked_for_is_refused(server: ModelServer) -> None:
+    """Two towers take ids of the same shape: the answer would look right."""
+    request = {"instances": ["a"], "signature_name": "text"}
+    assert predict(server, request, "--signature", "text").exit_code == 0
+    refused = predict(server, request, "--signature", "two")
+    assert refused.exit_code == 2
+    assert "--signature is 'two', and the request's signature_name 'text'" in refused.output
+
+
 @pytest.mark.parametrize("signature", ["serving_default", "two", "text", "slow"])
 def test_an_example_is_answered_in_each_form(server: ModelServer, tmp_path: Path, signature: str) -> None:
     asked = ("predict", server.address, "--model-name", "ranker", "--signature", signature)
