@@ -33,7 +33,7 @@ from msgspec import Struct
 
 from exporter.errors import NotServable
 from exporter.graph.editor import CPU, GraphEditor, privately_named
-from exporter.graph.nodes import base_dtype, input_names
+from exporter.graph.nodes import base_dtype, input_names, through_identities
 from exporter.graph.signatures import SignatureTensor, StaticShape, canonical
 from exporter.late_names import tf
 from exporter.subgraph.state import SETTLED, StateNodes, Tensor, assign, read, sleep
@@ -166,7 +166,8 @@ def _first_try_or(
     # after a clean first try the call costs nothing.
     # So this vector waits for a dead output: with hundreds of handles it takes longer than a small pass.
     dead = editor.node(f"{signature}/unclean", "Identity", [first[0]], T=fetches[0][1])
-    vectors = editor.pack(f"{signature}/handles", retry.handles, after=[dead])
+    vectors = editor.pack(f"{signature}/handles", retry.handles, after=[dead], apart=retry.alone)
+    vectors |= {(number,): retry.handles[number] for number in sorted(retry.alone)}
     build, kinds = partial(retry.build, [*vectors]), retry.inputs(inputs, [*vectors])
     again = editor.function(f"{signature}_again", build, kinds, inline=False, as_written=True)
     outer = [
@@ -216,11 +217,22 @@ class _Retry(Struct, frozen=True, dict=True):
     def handles(self) -> list[str]:
         """Return the names of the captured handles of variables and tables that updates write, sorted.
 
-        The function takes these handles as vectors.
+        The function takes these handles as vectors, but for those in `alone`.
         """
         # Not those of mapped tables: a vector would hide their uses, which are changed later for hot rows.
         written = {canonical(node) for node in self.isolation.handles.values()}
         return [name for name, _ in self.forward.captures if name in written]
+
+    @cached_property
+    def alone(self) -> frozenset[int]:
+        """Return the indices in `handles` of the handles that the function takes by themselves."""
+        # ResourceGatherNd infers shapes from the handle's own shape where it does not know the variable's
+        # (GatherNdShape in TensorFlow's common_shape_fns.cc): an argument's is unknown, but an element of a
+        # vector is a scalar, from which no rows can be gathered.
+        readers = (node for node in self.forward.nodes if node.op == "ResourceGatherNd")
+        nodes = {node.name: node for node in self.forward.nodes}
+        taken = {canonical(through_identities(nodes, input_names(node)[0])) for node in readers}
+        return frozenset(n for n, name in enumerate(self.handles) if name in taken)
 
     @property
     def others(self) -> dict[str, DType]:
@@ -238,7 +250,10 @@ class _Retry(Struct, frozen=True, dict=True):
         """
         names = (*_STATE, "warm") if self.warmed else _STATE
         handles: dict[str, tuple[DType, StaticShape]] = dict.fromkeys(names, (DType.RESOURCE, ()))
-        handles |= {f"handles_{n}": (DType.RESOURCE, (len(each),)) for n, each in enumerate(vectors)}
+        handles |= {
+            f"handles_{n}": (DType.RESOURCE, None if each[0] in self.alone else (len(each),))
+            for n, each in enumerate(vectors)
+        }
         captures = {f"capture_{n}": (dtype, None) for n, dtype in enumerate(self.others.values())}
         known = {feed.name: (feed.dtype, feed.shape) for feed in feeds}
         given = {f"feed_{n}": known[name] for n, name in enumerate(self.forward.feeds)}
@@ -316,7 +331,11 @@ class _Retry(Struct, frozen=True, dict=True):
                 self.handles[number]: handle
                 for numbers, vector in packed.items()
                 for number, handle in zip(
-                    numbers, tf.raw_ops.Unpack(value=vector, num=len(numbers)), strict=True
+                    numbers,
+                    [tf.identity(vector)]
+                    if numbers[0] in self.alone
+                    else tf.raw_ops.Unpack(value=vector, num=len(numbers)),
+                    strict=True,
                 )
             }
         # The importer accepts tensors of the innermost graph only: an identity brings the others into it.
