@@ -648,19 +648,19 @@ def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> l
     names, slices = (
         const_texts(nodes.get(through_identities(nodes, text))) for text in input_names(node)[1:3]
     )
-    types = node.attr["dtypes"].list.type
     if names is None or slices is None or len(names) != len(slices):
         raise _unclear(node)
     users = [user for user in before if name in {source.node for source in data_inputs(nodes[user])}]
     used = sorted({s.output for user in users for s in data_inputs(nodes[user]) if s.node == name})
+    types = node.attr["dtypes"].list.type
+    if max(used, default=-1) >= min(len(names), len(types)):
+        raise _unclear(node)
     numbers = {Endpoint(name, output): Endpoint(name, at) for at, output in enumerate(used)}
     for user in users:
         nodes[user] = deepcopy(nodes[user])
         for at, tensor in enumerate(data_inputs(nodes[user])):
             if tensor in numbers:
                 nodes[user].input[at] = numbers[tensor].as_input
-    if max(used, default=0) >= min(len(names), len(types)):
-        raise _unclear(node)
     texts = {f"{name}/tensor_names": names, f"{name}/shape_and_slices": slices}
     dtypes = tuple(base_dtype(types[output]) for output in used)
     nodes[name] = new_node(name, _READS, [_PREFIX, *texts], dtypes=dtypes)
