@@ -27,9 +27,9 @@ from msgspec import Struct, field
 
 from exporter.delta.format import Change, Rows
 from exporter.delta.row_reader import RowReader, StoredRun, check_stored
-from exporter.errors import CheckpointError, LfsPointer
+from exporter.errors import CheckpointError
 from exporter.storage import mirror
-from exporter.storage.files import kept_identity, read_regular, replace_file
+from exporter.storage.files import kept_identity, read_record, replace_file
 from exporter.tables.integer_sets import among, distinct
 from exporter.wire.dtypes import Array
 
@@ -64,10 +64,10 @@ class CheckedFiles(Struct, frozen=True):
         or larger than 256 MiB; no exception is raised.
         """
         try:
-            document = json.loads(read_regular(self.path, _MAX_BYTES))
+            document = json.loads(read_record(self.path, _MAX_BYTES))
             same = {name for name, was in document["files"].items() if self.identities.get(name) == was}
             checked: set[_RunKey] = {tuple(run) for run in document["runs"] if run[0] in same}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, LfsPointer):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return frozenset()
         return frozenset(run for variable in variables for run in variable.runs if _key(run) in checked)
 

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from exporter.errors import LfsPointer
-from exporter.storage.files import read_regular, replace_file
+from exporter.storage.files import read_record, replace_file
 from exporter.tables.integer_sets import distinct
 from exporter.wire.crc32c import masked_crc
 from exporter.wire.dtypes import Array
@@ -141,7 +140,7 @@ def read_index(
     import zipfile
 
     try:
-        content = read_regular(path, limit)
+        content = read_record(path, limit)
         body = content[16:]
         if content[:8] != _MAGIC or int.from_bytes(content[8:16], "little") != masked_crc(body):
             return None
@@ -155,6 +154,6 @@ def read_index(
             if (owner, where, values) != (lineage, position, state):
                 return None
             tables = {name: arrays[f"table_{n}"] for n, name in enumerate(names)}
-    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, LfsPointer):
+    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile):
         return None
     return HashIndex(lineage, position, BlockHasher(seed), tables, state)
