@@ -23,6 +23,7 @@ import resource
 import socket
 import ssl
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -51,6 +52,7 @@ _QUICK_THREADS = 2  # for what `is_quick` names, while all other threads are bus
 _LARGEST_HEAD_BYTES = 64 << 10
 _STEP_BYTES = 256 << 10
 _TURN_S = 0.002  # h11 takes 60 us for each chunk of a body, however short: others get a turn in between
+_PAUSE_S = 0.0001  # `select` frees the interpreter's lock too briefly: waiting workers would starve
 _SLOWEST_BYTES_PER_S = 256 << 10
 """A body that moves at this rate or faster is not cut off, however long it is."""
 
@@ -440,6 +442,7 @@ class _Connection:
             for part in (event.data,) if packing is None else packing.unpack(event.data):
                 if body and clock() > turn_end:
                     async with self._port.long_bodies:
+                        time.sleep(_PAUSE_S)  # the loop stops too: workers get the interpreter's lock
                         await asyncio.sleep(0)
                     turn_end = clock() + _TURN_S
                 self._require_length(len(body) + len(part))

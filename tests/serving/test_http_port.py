@@ -168,8 +168,8 @@ def test_gzip_counts_as_what_it_unpacks_to() -> None:
         assert port.held_bytes == 0
 
 
-@pytest.mark.parametrize(("clients", "chunks", "others"), [(4, 50_000, 4), (30, 2_000, 20)])
-def test_a_body_of_chunks_of_one_byte_keeps_nobody_waiting(clients: int, chunks: int, others: int) -> None:
+@pytest.mark.parametrize(("clients", "chunks"), [(4, 50_000), (30, 2_000)])
+def test_a_body_of_chunks_of_one_byte_keeps_nobody_waiting(clients: int, chunks: int) -> None:
     head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = b"1\r\nx\r\n" * chunks + b"0\r\n\r\n"
     answers: list[bytes] = []
@@ -188,7 +188,7 @@ def test_a_body_of_chunks_of_one_byte_keeps_nobody_waiting(clients: int, chunks:
             assert ask(port, "/healthz") == (200, b"ok")
             meanwhile += 1
         assert [answer[:13] for answer in answers] == [b"HTTP/1.1 200 "] * clients
-        assert meanwhile > others  # without turns in between, each answer waits for whole bodies
+        assert meanwhile > 12  # over 100; 1 to 12 if workers wait for whole bodies or the interpreter's lock
 
 
 def test_a_target_that_is_no_url_is_refused() -> None:
