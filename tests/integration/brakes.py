@@ -32,9 +32,9 @@ from exporter.transfer.head import Head
 from exporter.transfer.pull import LocalCopy
 from exporter.transfer.push import plan_push, push
 from exporter.verify.log import verify_model
-from tests.support.http_proxy import Forwarding, serving
 from tests.support.logs import Serving, assert_same_bits, served_now, values_at
 from tests.support.object_stores import BASE, new_bucket, s3_server
+from tests.support.recording_proxy import recording
 from tests.support.setting import FIRST, followed
 
 PLACES: Mapping[str, float | None] = {"directory": None, "store": 0.0, "distant store": 0.05}
@@ -63,24 +63,6 @@ class Times:
             f"{len(self.commands)} decisions; command {told(self.commands)}; "
             f"server {told(self.effects)}; {self.published} publications"
         )
-
-
-@contextmanager
-def recording(address: str, wait: float, heads: list[Head]) -> Iterator[str]:
-    """A proxy before a store; each request waits, and each head that was accepted is noted."""
-
-    class Recording(Forwarding):
-        target = address
-
-        def forward(self) -> None:
-            time.sleep(wait)
-            answer = self.ask()
-            if self.command == "PUT" and self.path.endswith(HEAD_FILE) and answer.status == 200:
-                heads.append(msgspec.json.decode(self.body, type=Head))
-            self.answer(answer)
-
-    with serving(Recording) as here:
-        yield here
 
 
 @contextmanager
@@ -130,7 +112,7 @@ class Brakes:
 
     def __init__(self, directory: Path, place: str, stack: ExitStack) -> None:
         self._directory, self._stack = directory, stack
-        self.times, self.heads, self._failures = Times(), list[Head](), list[BaseException]()
+        self.times, self._record, self._failures = Times(), directory / "heads", list[BaseException]()
         self.trainer = followed(directory / "one", (20, 30), published=30)
         local, wait = directory / "one" / "model", PLACES[place]
         self.target, self.here = str(local), local
@@ -140,7 +122,9 @@ class Brakes:
             bucket = new_bucket(address)
             self.target, self.here = bucket.url(BASE), directory / "here"
             environment |= bucket.environment
-            environment["AWS_ENDPOINT_URL"] = stack.enter_context(recording(address, wait, self.heads))
+            environment["AWS_ENDPOINT_URL"] = stack.enter_context(
+                recording(address, wait, HEAD_FILE, self._record)
+            )
             os.environ.update(environment)
             push(plan_push(local, self.target))
             copy = LocalCopy(self.target, self.here, prune=True)
@@ -170,6 +154,12 @@ class Brakes:
         self._stack.callback(process.wait, 60)
         self._stack.callback(process.terminate)
         return process
+
+    @property
+    def heads(self) -> list[Head]:
+        """The heads that the store accepted so far, in the order of their answers."""
+        lines = self._record.read_bytes().splitlines() if self._record.exists() else []
+        return [msgspec.json.decode(line, type=Head) for line in lines]
 
     def play(self, decisions: int) -> None:
         """So many rollbacks, each with its resumption; then the trainer ends, and all of it is served."""
@@ -236,8 +226,9 @@ class Brakes:
         self._await(lambda: self.server.position == read_log(self.here).at.position)
         assert not verify_model(self.here, bytes_=True).problems
         assert not self._failures, self._failures
-        self.times.published = len({head.path for head in self.heads}) or len(log.deltas)
-        require_in_order(self.heads)
+        heads = self.heads
+        self.times.published = len({head.path for head in heads}) or len(log.deltas)
+        require_in_order(heads)
 
 
 def _pull(copy: LocalCopy) -> None:
