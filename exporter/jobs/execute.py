@@ -29,7 +29,7 @@ OPERATIONS = {
     "merge": "exporter.delta.newest_rows:Merge",
     "compare": "exporter.delta.compare_rows:Compare",
     "checksum": "exporter.verify.version_files:Checksum",
-    "digest": "exporter.jobs.digest:Digest",
+    "digest": "exporter.jobs.task:Digest",
     "move": "exporter.bundle.variables:Move",
     "partition": "exporter.tables.place_keys:Partition",
     "place": "exporter.tables.place_keys:PlaceKeys",

@@ -2,6 +2,8 @@
 
 A task reads ranges of files or objects that are pinned by size and tag, writes at most one object, and
 returns a receipt. Running it twice gives the same object. Tasks and receipts are written as JSON.
+
+The smallest operation, `Digest`, is here; `exporter.jobs.execute` lists the others.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from exporter.catalog import Extent
 from exporter.checkpoint.source_shard import open_shard, shard_status
 from exporter.errors import CheckpointChanged, CheckpointError
 from exporter.storage import mirror
-from exporter.storage.files import writing
+from exporter.storage.files import file_digest, writing
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.output_directory import Directory, new_path
 from exporter.storage.requests import MOST_COPIED
@@ -190,6 +192,23 @@ class Task(Struct, frozen=True, kw_only=True):
         ExportError that the operation defines.
         """
         raise NotImplementedError
+
+
+class Digest(Task, frozen=True, kw_only=True):
+    """A task that reads a file; it has no output. The tag of its receipt is the file's SHA-256."""
+
+    operation: ClassVar[str] = "digest"
+
+    def run(self, directory: Directory) -> Receipt:
+        """Read the file; return a receipt whose tag is its SHA-256 (lower-case hex).
+
+        CheckpointChanged if the file is not as planned, CheckpointError or OSError if it cannot be read,
+        PublishError or DiskFull if an object cannot be copied into `directory.scratch`, UsageError if the
+        library that reads stores is not installed on this machine.
+        """
+        (source,) = self.inputs
+        with source.file((Range(0, 0, source.size),), directory.scratch) as path:
+            return Receipt(self.name, tag=file_digest(path))
 
 
 # --- dividing work -----------------------------------------------------------------------------------------

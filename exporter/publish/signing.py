@@ -40,9 +40,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import ManifestError, NotTrusted, UsageError, VerificationError, to_install
-from exporter.jobs.digest import Digest
 from exporter.jobs.runner import Runner
-from exporter.jobs.task import Input
+from exporter.jobs.task import Digest, Input
 from exporter.publish.manifest import FileEntry, Manifest, Signature, head_from_json, to_json
 from exporter.storage import mirror
 from exporter.storage.files import (

@@ -30,7 +30,6 @@ from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.delta.newest_rows import Merge, NewestRows
 from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.errors import EngineFailed, UsageError
-from exporter.jobs.digest import Digest
 from exporter.jobs.engines import beam, dask, process
 from exporter.jobs.engines.beam import OUTCOMES, do, numbered_works, outcomes_of, put_works
 from exporter.jobs.engines.engine_options import require_reachable, require_room, require_short, why
@@ -38,7 +37,7 @@ from exporter.jobs.engines.process import Asked, ProcessEngine
 from exporter.jobs.execute import OPERATIONS, decode, encode, failed
 from exporter.jobs.runner import choose_engine
 from exporter.jobs.shard_sections import MovedRows
-from exporter.jobs.task import Input
+from exporter.jobs.task import Digest, Input
 from exporter.storage.output_directory import open_directory
 from exporter.tables.geometry import TableGeometry
 from exporter.tables.place_keys import KeyRanges, KeyRun, Partition, PlaceKeys, RangeRun, SortedKeys
