@@ -38,7 +38,7 @@ from serving.agent.view import (
     VersionView,
 )
 from serving.cli import app as serving_app
-from serving.freed_memory import THRESHOLDS
+from serving.run_command import MEMORY_THRESHOLDS
 from tests.support.commands import export_model, run_app
 from tests.support.deployed import DEPLOY, KUBERNETES, agent_of, documents, kserve_pod, pods
 from tests.support.forks import run_warm
@@ -66,8 +66,8 @@ def test_servers_keep_as_much_freed_memory_as_serve_model_run() -> None:
     servers = [environment for environment in found if "MALLOC_ARENA_MAX" in environment]
     assert len(servers) == 4
     for environment in servers:
-        assert {name: environment.get(name) for name in THRESHOLDS} == {
-            name: str(size) for name, size in THRESHOLDS.items()
+        assert {name: environment.get(name) for name in MEMORY_THRESHOLDS} == {
+            name: str(size) for name, size in MEMORY_THRESHOLDS.items()
         }
 
 

@@ -30,7 +30,7 @@ from exporter.options import ExportRequest
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.storage.layout import DELTA_NAME
-from serving.freed_memory import keep_freed_memory
+from serving.run_command import keep_freed_memory
 from tests.benchmarks.followed import BASE, publish, published_deltas
 from tests.benchmarks.job import Timer
 from tests.benchmarks.jobs_full_export import requests, restore_and_save

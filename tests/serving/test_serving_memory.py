@@ -11,7 +11,7 @@ import pytest
 # Four tensors of 6 MiB, as the rows of a delta: page faults of the third round.
 PROGRAM = """
 import ctypes, resource
-from serving.freed_memory import keep_freed_memory
+from serving.run_command import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
