@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from google.protobuf import descriptor_pb2
 
-from exporter.wire.server_ops import attribute_text, late_ops
+from exporter.wire.stock_ops import attribute_text, late_ops
 from tools import stock_tensorflow
 
 ROOT = Path(__file__).parents[1]

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from exporter.wire.protos import message_class
-from exporter.wire.server_ops import attribute_text, type_name
-from exporter.wire.stock_ops import is_stock
+from exporter.wire.stock_ops import attribute_text, is_stock, type_name
 from tests.support.environments import SERVERS
 from tests.support.stock_loaders import StockLoader
 

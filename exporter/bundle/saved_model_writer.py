@@ -69,7 +69,7 @@ from exporter.storage.layout import (
 from exporter.terminal.progress import human_bytes
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import MAX_MESSAGE_BYTES, Proto, all_nodes, message_class
-from exporter.wire.server_ops import Version
+from exporter.wire.stock_ops import Version
 
 ASSETS_COLLECTION = "saved_model_assets"
 _TYPE_URL = "type.googleapis.com/tensorflow.AssetFileDef"

@@ -1,7 +1,7 @@
 """Adapt graphs to servers of older TensorFlows: leave out attributes without effect, refuse what they lack.
 
 An attribute at its default has no effect: the operation does what it did before it had the attribute.
-`exporter.wire.server_ops` lists the version in which each part was added.
+`exporter.wire.stock_ops` lists the version in which each part was added.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from exporter.errors import NotServable
 from exporter.wire.protos import Proto, all_nodes
-from exporter.wire.server_ops import OLDEST, Version, attribute_text, late_ops, type_name
+from exporter.wire.stock_ops import OLDEST, Version, attribute_text, late_ops, type_name
 
 _PASSES_OVER: Version = (2, 8)
 """A loader of this version, and from 2.6 on, ignores an attribute that it does not know."""

@@ -1158,7 +1158,7 @@ def _server(given_as: Any) -> str | None:
     """
     if given_as is None:
         return None
-    from exporter.wire.server_ops import OLDEST  # few ask for it
+    from exporter.wire.stock_ops import OLDEST  # few ask for it
 
     found = _SERVER.fullmatch(given_as) if isinstance(given_as, str) else None
     if found is None:

@@ -60,7 +60,7 @@ from exporter.storage.files import regular_file
 from exporter.storage.local_paths import quoted, require_no_pattern
 from exporter.tables.lay_out import TableLayout
 from exporter.verify.golden import GoldenRequest, read_golden
-from exporter.wire.server_ops import Version, version_of
+from exporter.wire.stock_ops import Version, version_of
 
 _MAPS: Version = (2, 4)
 """The oldest known TensorFlow whose `ImmutableConst` maps a file."""

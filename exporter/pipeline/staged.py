@@ -43,7 +43,7 @@ from exporter.terminal.progress import ProgressFactory
 from exporter.verify.outputs import Difference, Probe, Running, compare_outputs, require_golden
 from exporter.verify.table_index import verify_tables
 from exporter.verify.version_files import verify_bytes, verify_files
-from exporter.wire.server_ops import OLDEST, Version
+from exporter.wire.stock_ops import OLDEST, Version
 
 if TYPE_CHECKING:
     from exporter.pipeline.trainer_state import TrainerState

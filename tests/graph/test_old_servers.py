@@ -12,8 +12,7 @@ from exporter.graph.old_servers import make_for, oldest_server, require_had
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
-from exporter.wire.server_ops import OLDEST, late_ops
-from exporter.wire.stock_ops import is_stock, stock_attributes
+from exporter.wire.stock_ops import OLDEST, is_stock, late_ops, stock_attributes
 
 
 def graph_of(*nodes: Proto, inside: bool = False) -> Any:

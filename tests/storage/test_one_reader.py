@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent.parent
 OTHERS = {
     "exporter/training/trainer_side.py": "stands alone, in trainers of any age",
     "exporter/wire/protos.py": "of the package",
-    "exporter/wire/server_ops.py": "of the package",
     "exporter/wire/stock_ops.py": "of the package",
     "exporter/graph/archived_code.py": "of the package",
     "exporter/graph/outside.py": "of the package",
