@@ -12,15 +12,24 @@ Only this module and `object_models` import TensorFlow in the graph stage. A bui
 derives the shape of an embedding from it: `Embedding(lookup.vocabulary_size(), 8)`,
 `len(lookup.get_vocabulary())`. The contents of a static table are known when it is made, so it is filled and
 read in a session of its own.
+
+*Init scopes* (`_InitScopes`). `tf.init_scope()` leaves functions, but not a plain graph, in which builders
+run: TensorFlow and Keras make variables in it, which are symbols there. Some libraries refuse to work unless
+`tf.executing_eagerly()` is True in it (Sonnet 2, `assert_tf2`). Their builders run once more, with eager
+execution in the scopes that other code than TensorFlow and Keras opens. TensorFlow keeps the context that the
+scope enters on a stack, one for each thread. (Source: `init_scope` in tensorflow/python/framework/ops.py,
+`_ContextSwitchStack` in tensorflow/python/eager/context.py.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -31,7 +40,6 @@ from exporter.catalog import Naming, TensorRef
 from exporter.errors import BuilderError, UsageError
 from exporter.graph.archived_model import keras_places
 from exporter.graph.code_recorder import import_code, is_users, recording
-from exporter.graph.init_scopes import InitScopes
 from exporter.graph.lookup_tables import table_keys
 from exporter.graph.metagraph import with_signatures
 from exporter.graph.nodes import GraphIndex
@@ -320,6 +328,65 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any
         raise UsageError(f"--model-arg {name}={text}: expected a {wanted.__name__}") from None
 
 
+_FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
+# Modules whose frames are between the scope and the code that opens it.
+_ON_THE_WAY = (
+    __name__,
+    "contextlib",
+    "tensorflow.python.framework.ops",
+    "tensorflow.python.util",
+    "tensorflow.python.autograph",
+)
+
+
+class _InitScopes(Struct):
+    """The init scopes opened in a graph; `are_asked_for` if other code than a framework opened one."""
+
+    graph: Any
+    are_eager: bool = False
+    are_asked_for: bool = False
+
+    @contextlib.contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """Make the graph this thread's default inside the block, and choose the context of init scopes there.
+
+        A scope that other code than TensorFlow or Keras opens sets `are_asked_for`, and is eager if
+        `are_eager`. Every other scope is the graph's.
+        """
+        from tensorflow.python.eager import context
+
+        with self.graph.as_default():
+            switches = context.context().context_switches
+            switches.push(False, self._enter, self.graph._device_function_stack)
+            try:
+                yield
+            finally:
+                switches.pop()
+
+    def _enter(self) -> contextlib.AbstractContextManager[Any]:
+        from tensorflow.python.eager import context
+
+        if _opened_by() in _FRAMEWORKS:
+            return self.in_graph()
+        self.are_asked_for = True
+        return context.eager_mode() if self.are_eager else self.in_graph()
+
+
+def _opened_by() -> str:
+    """Return the top-level package, such as "sonnet", of the code that opens the current init scope.
+
+    It is the first caller outside of `_ON_THE_WAY`; "" if its module has no name.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _module_of(frame).startswith(_ON_THE_WAY):
+        frame = frame.f_back
+    return _module_of(frame).partition(".")[0]
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming) -> Built:
     """Call a builder in a fresh graph and return its result as `Built`; `label` names it in messages.
 
@@ -332,13 +399,13 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming
     import tensorflow as tf
 
     try:
-        return _build(builder, kwargs, label, naming, scopes := InitScopes(tf.Graph()))
+        return _build(builder, kwargs, label, naming, scopes := _InitScopes(tf.Graph()))
     except BuilderError as error:
         if not scopes.are_asked_for:
             raise
         first = error
     try:
-        return _build(builder, kwargs, label, naming, InitScopes(tf.Graph(), are_eager=True))
+        return _build(builder, kwargs, label, naming, _InitScopes(tf.Graph(), are_eager=True))
     except BuilderError as error:
         if error.cause != first.cause:
             first.hint = NEEDS_EAGER
@@ -346,7 +413,7 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming
 
 
 def _build(
-    builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming, scopes: InitScopes
+    builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming, scopes: _InitScopes
 ) -> Built:
     """Call a builder once, in the graph of `scopes`, and return its result; `label` names it in messages.
 
