@@ -1,14 +1,20 @@
-"""Read files of graphs: protocol buffers, and whole SavedModels."""
+"""Read files of graphs: protocol buffers, and whole SavedModels.
+
+A trainer's Saver writes the nodes that `IncrementHook` adds into the `.meta`, with the whole graph. They read
+every variable and have placeholders of their own, so that they look like lookups and inputs of the model,
+which they are not: `without_recording` finds them by their scopes, and leaves them out.
+"""
 
 from __future__ import annotations
 
 import errno
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from exporter.errors import CorruptFile, UnsupportedFormat, UsageError
-from exporter.graph.recording_nodes import without_recording
 from exporter.storage.files import read_regular
 from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_PARTS_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire import protos
@@ -89,3 +95,46 @@ def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty
 
 def _has(message: Proto, field: str) -> bool:
     return any(descriptor.name == field for descriptor, _ in message.ListFields())
+
+
+RECORDING_SCOPE = "increments"
+"""The prefix of the names of everything that `IncrementHook` adds to a graph."""
+
+_ADDED = re.compile(
+    rf"{RECORDING_SCOPE}/((access|collect|count|mark|table|touched|plan(_\d+)?|recorded_steps(_\d+)?|Read(_\d+)?)/.*"
+    r"|(are_ready|plan|recorded_steps|Identity|VarIsInitializedOp)(_\d+)?)"
+)
+
+
+def without_recording(meta_graph: Proto) -> Proto:
+    """Remove, in place, the nodes that record increments, and control edges from them.
+
+    Nodes that the rest of the graph or a signature reads stay: they are the program's own. Returns the same
+    graph.
+    """
+    # A node that the rest of the graph reads, or that a signature names, is the program's own.
+    nodes = meta_graph.graph_def.node
+    added = {node.name: node for node in nodes if _ADDED.fullmatch(node.name)}
+    if not added:
+        return meta_graph
+    from exporter.graph.nodes import (  # late: most graphs record nothing
+        closure,
+        drop_nodes,
+        input_names,
+        node_of,
+    )
+    from exporter.graph.signatures import signature_tensors, tensor_names
+
+    read = {node_of(text) for node in nodes if node.name not in added for text in input_names(node)}
+    read |= {
+        node_of(text)
+        for signature in meta_graph.signature_def.values()
+        for _, _, info in signature_tensors(signature)
+        for text in tensor_names(info)
+    }
+
+    def needed(name: str) -> Iterator[str]:
+        return (source for source in map(node_of, added[name].input) if source in added)
+
+    drop_nodes(nodes, added.keys() - closure(read & added.keys(), needed).keys())
+    return meta_graph

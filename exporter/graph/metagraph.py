@@ -23,12 +23,11 @@ from exporter.graph.deeprec_conversion import convert_deeprec
 from exporter.graph.deeprec_ops import HANDLE
 from exporter.graph.feeds import hands_over_batches, parse_feeds
 from exporter.graph.functions import callers
-from exporter.graph.graph_files import parse_message, read_graph_file
+from exporter.graph.graph_files import parse_message, read_graph_file, without_recording
 from exporter.graph.joined_lookups import separate_lookups
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
 from exporter.graph.lookup_tables import add_init_op, table_keys, use_resource_tables
 from exporter.graph.nodes import Endpoint, GraphIndex, all_before, closure, data_inputs
-from exporter.graph.recording_nodes import without_recording
 from exporter.graph.servable import called_functions, changes_state, refusal
 from exporter.graph.signatures import (
     SignatureEnds,

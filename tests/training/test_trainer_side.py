@@ -16,7 +16,7 @@ import pytest
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CorruptFile
-from exporter.graph import recording_nodes
+from exporter.graph import graph_files
 from exporter.increments.history import CheckpointMarker, read_history
 from exporter.increments.increment import CheckpointId, to_json
 from exporter.storage import layout
@@ -74,7 +74,7 @@ def test_it_says_names_as_the_rest_does() -> None:
         layout.UNFINISHED_MARKER_PREFIX,
         layout.SESSION_FILE,
     )
-    assert trainer_side.SCOPE == recording_nodes.SCOPE
+    assert trainer_side.SCOPE == graph_files.RECORDING_SCOPE
     assert trainer_side.UPKEEP == trainable_table.UPKEEP
 
 
