@@ -6,10 +6,13 @@
 stores a `MutableHashTable` or `DenseHashTable` of the collection SAVEABLE_OBJECTS as two tensors,
 `<name>-keys` and `<name>-values`; for a dense table these have all buckets, including empty ones. The program
 chooses the name, which is not always the node's. Source: tensorflow/python/ops/lookup_ops.py.
+
+`differing_lookups` names the lookups whose static tables two graphs fill differently.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -563,3 +566,44 @@ def _second_form(op: Proto) -> Proto:
             argument.is_ref = False
             argument.type = int(DType.RESOURCE)
     return second
+
+
+def differing_lookups(was: Proto, now: Proto) -> list[str]:
+    """Return the scopes of lookups in both graphs whose tables have different constants, sorted.
+
+    `was` and `now` are GraphDefs. In Keras a scope is a layer's. Tables that are filled from files, or looked
+    up in functions, do not count.
+    """
+    before, after = _contents(was), _contents(now)
+    return sorted({_scope_of(name) for name in before.keys() & after.keys() if before[name] != after[name]})
+
+
+def _contents(graph_def: Proto) -> dict[str, bytes]:
+    """Return {node that looks keys up: SHA-256 of the constants in its table}, without tables from files."""
+    nodes = {node.name: node for node in graph_def.node}
+
+    def sources(name: str) -> list[str]:
+        return [each.node for each in data_inputs(nodes[name]) if each.node in nodes]
+
+    contents = {}
+    for node in graph_def.node:
+        inputs = data_inputs(node)
+        if inputs and FILLS.fullmatch(node.op) and not FROM_FILE.fullmatch(node.op):
+            table, *parts = (each.node for each in inputs)
+            total = hashlib.sha256()
+            for name in sorted(closure(filter(nodes.__contains__, parts), sources)):
+                total.update(nodes[name].SerializeToString(deterministic=True))
+            contents[table] = total.digest()
+    looked_up = (
+        (node.name, each.node)
+        for node in graph_def.node
+        if node.op in FINDS
+        for each in data_inputs(node)[:1]
+    )
+    return {name: contents[table] for name, table in looked_up if table in contents}
+
+
+def _scope_of(lookup: str) -> str:
+    """Return the scope of a node `<scope>/<table>_Lookup/LookupTableFindV2`; of another its whole name."""
+    scope, _, rest = lookup.rpartition("/")[0].rpartition("/")
+    return scope if scope and rest.endswith("_Lookup") else lookup

@@ -295,8 +295,8 @@ def _compare_built(
 
 def _other_vocabularies(log: DeltaLog, graph_def: Proto) -> list[str]:
     """Return the names of lookups whose vocabulary differs from the base's; [] if its graph is unreadable."""
-    from exporter.graph.filled_lookups import differing_lookups
     from exporter.graph.graph_files import read_saved_model
+    from exporter.graph.lookup_tables import differing_lookups
 
     with suppress(ExportError, OSError):
         base = read_saved_model(log.base.path).meta_graphs

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.graph.filled_lookups import differing_lookups
+from exporter.graph.lookup_tables import differing_lookups
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 from tests.support.graph_runs import v1_graph
