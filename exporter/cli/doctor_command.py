@@ -20,7 +20,7 @@ from exporter.terminal.output import Output, escape, labelled
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 
 if TYPE_CHECKING:
-    from exporter.cli.documents.diagnosis import Diagnosis
+    from exporter.cli.documents.logs import Diagnosis
     from exporter.pipeline.doctor import Examination
     from exporter.publish.judge import Finding
 
@@ -154,7 +154,7 @@ def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
 
 
 def _report(seen: Examination, url: Url | None, sink: Output, *, has_agent: bool) -> None:
-    from exporter.cli.documents import diagnosis as documents
+    from exporter.cli.documents import logs as documents
     from exporter.pipeline.doctor import check_of
     from exporter.publish.hold import this_user
     from exporter.publish.judge import Level

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from exporter.cli.documents import deltas, diagnosis, differences, exported, inspections, logs
+from exporter.cli.documents import deltas, differences, exported, inspections, logs
 from exporter.terminal.output import FORMAT_VERSION, Failure
 from serving import documents as served
 from serving.agent.journal import AgentEvent
@@ -36,7 +36,7 @@ PRINTED_BY: Mapping[str, Sequence[type[Struct]]] = {
     "export-model tag": (logs.Tags, logs.Tag),
     "export-model diff": (differences.Differences,),
     "export-model verify": (logs.Verification,),
-    "export-model doctor": (diagnosis.Diagnosis,),
+    "export-model doctor": (logs.Diagnosis,),
     "export-model push": (logs.Push,),
     "export-model pull": (logs.Pull,),
     "serve-model run": (served.Serving,),
