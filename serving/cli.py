@@ -14,6 +14,7 @@ import typer
 
 from exporter.errors import ServerError, UsageError
 from exporter.options import ANYBODY, Trusting
+from exporter.publish.served import MOST_VERSION
 from exporter.storage.local_paths import checkpoint_parser, local_path, path_parser, quoted
 from exporter.terminal.commands import LateCommand, application
 from exporter.terminal.edge import (
@@ -27,7 +28,6 @@ from exporter.terminal.edge import (
 from exporter.terminal.output import Output, as_json, escape
 from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from exporter.wire.version_state import MOST_VERSION
 from serving.address import Address, Deadline, OneModel
 from serving.documents import ColumnPrediction, ExampleResults, Form, RequestExample, RowPrediction, Update
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import asdict
 
 from exporter.errors import UsageError
+from exporter.publish.served import VersionState
 from exporter.storage.local_paths import quoted
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.rest_json import REST_TYPES
-from exporter.wire.version_state import VersionState
 from serving.documents import Form
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import ExportError, ManifestError, UsageError
+from exporter.publish.served import version_number
 from exporter.publish.versions import version_dirs
 from exporter.storage.local_paths import local_path, require_no_pattern
 from exporter.wire.protos import Proto
-from exporter.wire.version_state import version_number
 from serving.status import StatusError, VersionState, invalid
 from serving.text_config import read_text_config
 

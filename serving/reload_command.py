@@ -11,13 +11,13 @@ import typer
 from msgspec import Struct
 
 from exporter.errors import NotUpdatable, UsageError
+from exporter.publish.served import MOST_VERSION, version_number
 from exporter.storage.files import replace_file, writing
 from exporter.storage.local_paths import path_parser
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import escape
 from exporter.terminal.parameters import pairs
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from exporter.wire.version_state import MOST_VERSION, version_number
 from serving.address import Address
 from serving.documents import Reload, ReloadedModel
 

@@ -20,11 +20,11 @@ from urllib.parse import unquote_to_bytes
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from exporter.publish.served import version_number
 from exporter.terminal.output import plain
 from exporter.wire import rest_json
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
-from exporter.wire.version_state import version_number
 from serving import rest_response
 from serving.calls import Calls
 from serving.http_port import HttpRequest, HttpResponse

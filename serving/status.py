@@ -6,7 +6,7 @@ from enum import IntEnum
 
 from msgspec import Struct
 
-from exporter.wire.version_state import VersionState as VersionState
+from exporter.publish.served import VersionState as VersionState
 
 MAX_MESSAGE_CHARACTERS = 1024
 """TF Serving shortens the message of a failed call to this length."""

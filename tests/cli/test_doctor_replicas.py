@@ -14,9 +14,8 @@ from exporter.delta.format import span_name
 from exporter.publish.delta_log import log_path
 from exporter.publish.judge import Level, Limits, Server, judge
 from exporter.publish.model import Model
-from exporter.publish.served import Served
+from exporter.publish.served import Served, VersionState
 from exporter.storage.layout import MANIFEST_FILE
-from exporter.wire.version_state import VersionState
 from serving.cli import app as serve_model
 from serving.server import ModelServer
 from tests.support.commands import Ran, export_model, run_app

@@ -22,6 +22,7 @@ from exporter.graph.graph_files import read_saved_model
 from exporter.graph.saved_model import choose_graph
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import export
+from exporter.publish.served import VersionState
 from exporter.publish.version_examples import example_of
 from exporter.publish.versions import VersionDir, version_dirs
 from exporter.storage.layout import WARMUP_FILE
@@ -29,7 +30,6 @@ from exporter.tables import DynamicTable
 from exporter.wire import protos
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tensor_proto import fill
-from exporter.wire.version_state import VersionState
 from serving.cli import app
 from serving.example import example
 from serving.server import ModelServer
