@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -72,7 +73,7 @@ from exporter.terminal.progress import ProgressFactory, no_progress
 if TYPE_CHECKING:
     from exporter.delta.merge_deltas import DeltaMerger
     from exporter.jobs.runner import Runner
-    from exporter.pipeline.restoration import Restoration, Restored, Restorer
+    from exporter.pipeline.restoration import Planned, Restoration, Restored, Restorer
 
 T = TypeVar("T")
 RACE_SECONDS = 60.0
@@ -131,7 +132,7 @@ def merge(
 
     def work(log: DeltaLog) -> Merged | None:
         run = _run(log, start, end)
-        if len(run) < 2:
+        if len(run) < 2 or _is_merged(log, run):
             return None
         if dry_run:
             return _planned(log, run, jobs, is_whole=end is None)
@@ -143,23 +144,17 @@ def merge(
     return undisturbed(model, work)
 
 
-def _planned(log: DeltaLog, run: tuple[LogDelta, ...], jobs: Jobs, *, is_whole: bool) -> Merged | None:
-    """Return the plan of merging the deltas `run`, now; None if they are merged already.
+def _planned(log: DeltaLog, run: tuple[LogDelta, ...], jobs: Jobs, *, is_whole: bool) -> Merged:
+    """Return the plan of `merge_run`, now; all deltas of `run` are read and checked.
 
-    All of them are read and checked. `is_whole`: they reach the newest position, so that the merger may end
-    later, to avoid an abandoned path (see `position_of_merger`). Raises ModelHeld if the merger would bring
-    servers to a position that was rolled back, NotFinite if the model would refuse its values,
-    VerificationError, CheckpointError or OSError if a delta is damaged or cannot be read, DeltaGap if deltas
-    are missing, VersionExists or PositionError if no later position is left.
+    `is_whole`: they reach the newest position, so that the merger may end later, to avoid an abandoned path
+    (see `position_of_merger`). Raises VerificationError, CheckpointError or OSError if a delta is damaged or
+    cannot be read, VersionExists or PositionError if no later position is left.
     """
     for delta in run:
         log.open(delta)
     span = merged(run)
-    require_on_way(log, span)
     path = delta_path(log, span)
-    if path.exists():
-        return None
-    _require_finite(log, run)
     tasks = _merger(log, run, path, jobs)[0].tasks
     if is_whole and (position := position_of_merger(log, path)) != span.end:
         run, span = (*run, LogDelta(log.path, span.end, position)), Span(span.start, position)
@@ -227,7 +222,8 @@ def merge_run(
         EngineFailed: the engine of `jobs` failed.
         PublishError: and subclasses: the merger cannot be written, or the model not locked.
     """
-    _require_finite(log, run)
+    if _is_merged(log, run):
+        return None
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
         merger, what = _merger(log, run, staging.path, jobs)
         with progress("merging", merger.bytes_) as bar:
@@ -261,17 +257,23 @@ def _merger(
     return DeltaMerger(prefix, log.schema, header, parts, task_bytes=jobs.task_bytes, hint=hint), what
 
 
-def _require_finite(log: DeltaLog, run: Sequence[LogDelta]) -> None:
-    """Raise NotFinite if a merger of `run` would have NaN or infinity, and the model wants finite values.
+def _is_merged(log: DeltaLog, run: Sequence[LogDelta]) -> bool:
+    """True if the merger of the deltas `run` is published already.
 
-    Deltas that were not checked when they were published are read: CheckpointError if one is damaged.
-    DeltaGap if the deltas are not neighbours.
+    Deltas that were not checked when they were published are read. Raises ModelHeld if the merger would bring
+    servers to a position that was rolled back; NotFinite if it would have NaN or infinity, and the model
+    wants finite values; DeltaGap if the deltas are not neighbours, CheckpointError if one is damaged.
     """
+    span = merged(run)
+    require_on_way(log, span)
+    if delta_path(log, span).exists():
+        return True
     hint = (
         "train on until these values are finite, and merge again; or take them back: "
         f"export-model rollback {quoted(log.model)} --to {quoted(str(run[0].start))}"
     )
-    require_merger_finite(log, run, merged(run), hint)
+    require_merger_finite(log, run, span, hint)
+    return False
 
 
 def tidy(
@@ -383,37 +385,22 @@ def rollback(
             is as it was.
         OSError: of a `dry_run`, a file cannot be read.
     """
-    if dry_run:
-        first, at = restorer_of(model), resolve_position(to, model)
-        _require_canary(first.hold, at, if_canary)  # not in `plan`, which is repeated for such an error
-
-        def plan(restorer: Restorer) -> RollbackResult:
-            _require_own(model, restorer, "rollback", f"--to {at}")
-            found = _rollback_plan(restorer, restorer.rollback_of(at))
-            return replace(found, replaced=_replaced(restorer.hold))
-
-        return _undisturbed(model, first, plan)
     if reason is not None:
         reason = reason.encode(errors="backslashreplace").decode()
+
+    def plan(restorer: Restorer, at: int) -> _Plan:
+        _require_own(model, restorer, "rollback", f"--to {at}")
+        asked = replace(restorer.rollback_of(at), reason=reason, by_canary=if_canary)
+        return _Plan(restorer, asked, replaced=restorer.hold.by if restorer.hold.binds else None)
+
+    if dry_run:
+        first = restorer_of(model)
+        at = _position_for(first, to, if_canary)  # not in `plan`, which is repeated for such an error
+        return _undisturbed(model, first, lambda restorer: plan(restorer, at).foreseen())
     with _operating(model) as (restorer, staging):
-        to = resolve_position(to, model)
-        _require_canary(restorer.hold, to, if_canary)
-        _require_own(model, restorer, "rollback", f"--to {to}")
-        asked = replace(restorer.rollback_of(to), reason=reason, by_canary=if_canary)
-        replaced = _replaced(restorer.hold)
+        planned = plan(restorer, _position_for(restorer, to, if_canary))
         with restorer.hold.put_back_on_failure(staging):  # the hold comes before the values
-            done = restorer.publish(asked, staging)
-        position, values = done.manifest.position, Position(to, done.manifest.step)
-        return RollbackResult(
-            restorer.at,
-            values,
-            done.path,
-            position,
-            position,
-            published=done,
-            replaced=replaced,
-            made=restorer.form_of(asked),
-        )
+            return planned.execute(staging)
 
 
 def repeat(model: Path, to: int, made: DeltaOrigin, held: HeldBy | None) -> Path | None:
@@ -432,14 +419,14 @@ def repeat(model: Path, to: int, made: DeltaOrigin, held: HeldBy | None) -> Path
         TargetBusy: another process had the model's lock for too long.
         VerificationError, CheckpointError, PublishError: see errors.py; the copy's hold is as it was.
     """
-    from exporter.pipeline.restoration import Restoration, Restored
+    from exporter.pipeline.restoration import Restored
 
     with in_force(model, unsigned=True), _operating(model) as (restorer, staging):
         if made is DeltaOrigin.ROLLBACK:
             asked = replace(restorer.rollback_of(to), reason=None if held is None else held.why or None)
         else:
-            asked = Restoration(to, made, restorer.at.position)
-        if restorer.form_of(asked) is not Restored.DELTA:
+            asked = restorer.resumption_of(to)
+        if asked.way.made is not Restored.DELTA:
             return None
         hold, own = restorer.hold, restorer.hold.decided().own
         with hold.put_back_on_failure(staging):
@@ -450,15 +437,15 @@ def repeat(model: Path, to: int, made: DeltaOrigin, held: HeldBy | None) -> Path
         return done.path
 
 
-def _replaced(hold: Hold) -> HeldBy | None:
-    """Return the hold that a rollback replaces; None if there is none, or its author is not recorded."""
-    return hold.by if hold.binds else None
+def _position_for(restorer: Restorer, to: int | str, if_canary: bool) -> int:
+    """Return the position that `to` means, a number or a name.
 
-
-def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:
-    """Raise PositionMoved if `if_canary` and the hold is not a canary's at position `to`."""
-    if if_canary and hold.approved() != to:
-        raise PositionMoved(f"{hold.directory} is not held at {to} by a canary: others decided meanwhile")
+    PositionMoved if `if_canary` and no canary's hold is at this position; errors as `_positions`.
+    """
+    at, hold = resolve_position(to, restorer.model), restorer.hold
+    if if_canary and hold.approved() != at:
+        raise PositionMoved(f"{hold.directory} is not held at {at} by a canary: others decided meanwhile")
+    return at
 
 
 def _require_own(model: Path, restorer: Restorer, command: str, option: str) -> None:
@@ -506,22 +493,16 @@ def resume(
         VerificationError, CheckpointError, ManifestError, PublishError: see errors.py; the model is still
             held, whether or not the values are published: running it again continues.
     """
+    plan = partial(_resumption, model, lift_only=lift_only, lift_canary=lift_canary)
     if dry_run:
-
-        def plan(restorer: Restorer) -> RollbackResult:
-            return _rollback_plan(restorer, *_resumption(model, restorer, lift_only, lift_canary))
-
-        return _undisturbed(model, restorer_of(model), plan)
+        return _undisturbed(model, restorer_of(model), lambda restorer: plan(restorer).foreseen())
     with _operating(model) as (restorer, staging):
-        asked, approved, was_held = _resumption(model, restorer, lift_only, lift_canary)
-        done, at = None, restorer.at
-        if asked is not None:  # before the hold is lifted: after a failure here the model is still held
-            done = restorer.publish(asked, staging)
-            at = Position(asked.of, done.manifest.step)
+        # Before the hold is lifted: after a failure here the model is still held.
+        done = plan(restorer).execute(staging)
         try:
-            if approved is not None and restorer.hold.binds:
+            if done.hold is not None and restorer.hold.binds:
                 # First, and in one rename: servers must not for an instant pass the canary's approval.
-                restorer.hold.put(approved, staging, canary=True)
+                restorer.hold.put(done.hold, staging, canary=True)
             for hold in binding(model, restorer.log):
                 hold.lift(staging)
             for ended in map(Hold, log_directories(model)):  # a copy goes back to a log of its store
@@ -529,14 +510,11 @@ def resume(
             if lift_canary:
                 restorer.hold.lift(staging)
         except PublishError as error:
-            if done is not None:
+            if done.published is not None:
                 error.message = f"{done.path} is published, but may still be held back: {error.message}"
             error.advise("run the command again: it goes on from there")
             raise
-        path, position = (None, at.position) if done is None else (done.path, done.manifest.position)
-        is_canary = approved is not None
-        made = None if asked is None else restorer.form_of(asked)
-        return RollbackResult(restorer.at, at, path, position, approved, is_canary, was_held, done, made=made)
+        return done
 
 
 def _release(hold: Hold, staging: Staging, model: Path, *, lift_canary: bool) -> None:
@@ -554,33 +532,60 @@ def _release(hold: Hold, staging: Staging, model: Path, *, lift_canary: bool) ->
         hold.lift(staging)
 
 
-def _rollback_plan(
-    restorer: Restorer, asked: Restoration | None, approved: int | None = None, was_held: bool = True
-) -> RollbackResult:
-    """Return the plan of a restoration; None as `asked` means that the values stay.
+class _Plan(Struct, frozen=True):
+    """The plan of a rollback or resumption; None as `asked` means that the values stay.
 
-    `approved` is the position of the remaining canary's hold, or None; `was_held` is for the result. Raises
-    OverlayFull or NotFinite if servers would refuse the values; PositionError, VersionExists, UsageError,
-    VerificationError, CheckpointError or OSError if the values cannot be restored.
+    `approved` is the position of the remaining canary's hold, or None; `was_held` and `replaced` are for the
+    result.
     """
-    at, is_canary = restorer.at, approved is not None
-    if asked is None:
-        return RollbackResult(at, at, None, at.position, approved, is_canary, was_held)
-    found = restorer.plan(asked)
-    hold = found.position if asked.is_rollback else approved
-    values = Position(asked.of, found.step)
-    return RollbackResult(at, values, found.path, found.position, hold, is_canary, made=found.made)
+
+    restorer: Restorer
+    asked: Restoration | None
+    approved: int | None = None
+    was_held: bool = True
+    replaced: HeldBy | None = None
+
+    def foreseen(self) -> RollbackResult:
+        """Read and check the input of `execute`, and return what it would do; nothing is written.
+
+        Raises OverlayFull or NotFinite if servers would refuse the values; PositionError, VersionExists,
+        UsageError, VerificationError, CheckpointError or OSError if the values cannot be restored.
+        """
+        return self._result(None if self.asked is None else self.asked.plan())
+
+    def execute(self, staging: Staging) -> RollbackResult:
+        """Publish the values, unless they stay, and return what was done; errors as `Restorer.publish`."""
+        if self.asked is None:
+            return self._result(None)
+        from exporter.pipeline.restoration import Planned
+
+        done = self.restorer.publish(self.asked, staging)
+        at = Planned(done.path, done.manifest.position, done.manifest.step)
+        return replace(self._result(at), published=done)
+
+    def _result(self, found: Planned | None) -> RollbackResult:
+        asked, at, approved = self.asked, self.restorer.at, self.approved
+        stays = RollbackResult(at, at, None, at.position, approved, approved is not None, self.was_held)
+        if asked is None or found is None:
+            return stays
+        return replace(
+            stays,
+            values_of=Position(asked.of, found.step),
+            path=found.path,
+            position=found.position,
+            hold=found.position if asked.is_rollback else approved,
+            replaced=self.replaced,
+            made=asked.way.made,
+        )
 
 
-def _resumption(
-    model: Path, restorer: Restorer, lift_only: bool, lift_canary: bool
-) -> tuple[Restoration | None, int | None, bool]:
-    """Return a resumption's restoration, the position of a canary's remaining hold, and if a hold is lifted.
+def _resumption(model: Path, restorer: Restorer, *, lift_only: bool, lift_canary: bool) -> _Plan:
+    """Return the plan of a resumption.
 
-    The restoration is None if the values stay: nothing is held, they have come back already, or `lift_only`.
-    The position is None if no canary's hold remains.
+    The values stay if nothing is held, if they have come back already, and with `lift_only`.
 
     Raises:
+        PositionUnknown: the values before the rollback cannot be restored.
         UsageError: the hold of the rollback was lifted before.
         ModelHeld: the model is a copy, and its store holds it.
         TargetBusy: with `lift_canary`, an agent's canary is running.
@@ -593,14 +598,10 @@ def _resumption(
     is_held = bool(binding(model, restorer.log))
     was_held = is_held or (lift_canary and restorer.hold.is_canary)
     before = None if lift_only or (approved is not None and not was_held) else restorer.before_rollbacks()
-    if before is None or restorer.leads_back_to(before):
-        return None, approved, was_held
+    if before is None or restorer.leads_back_to(before) or (restorer.hold.is_canary and not is_held):
+        return _Plan(restorer, None, approved, was_held)
     if is_held:
-        from exporter.pipeline.restoration import Restoration
-
-        return Restoration(before, DeltaOrigin.RESUME, restorer.at.position), approved, was_held
-    if restorer.hold.is_canary:
-        return None, approved, was_held
+        return _Plan(restorer, restorer.resumption_of(before), approved, was_held)
     raise UsageError(
         f"{model} is not held: the rollback at {restorer.at.position} was accepted when its hold was lifted",
         hint=f"serve the values of {before} again: export-model rollback {quoted(model)} --to {before}, "

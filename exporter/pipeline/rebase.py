@@ -71,25 +71,30 @@ def rebase(
 
     def work(log: DeltaLog) -> Rebased | None:
         permission.check(model, takes_deltas=True, versions=log.versions)
-        if log.base.at.position >= _newest_approved(log).at.position:
+        at = _newest_approved(log).at
+        if log.base.at.position >= at.position:
             return None
         require_local(log.base)
-        return _planned(log, jobs) if dry_run else _rebase(log, keep, permission, jobs, progress)
+        chain = log.chain(log.base.at.position, at.position)
+        require_merger_finite(log, chain, merged(chain))
+        if dry_run:
+            return _planned(log, at, chain, jobs)
+        if at == log.at:
+            log = skip_abandoned(log, model / str(at.position))
+        return _rebase(log, keep, permission, jobs, progress)
 
     return undisturbed(model, work)
 
 
-def _planned(log: DeltaLog, jobs: Jobs) -> Rebased:
-    """Return the plan of a new base, now; the deltas are checked, the base's values are not read.
+def _planned(log: DeltaLog, at: Position, chain: tuple[LogDelta, ...], jobs: Jobs) -> Rebased:
+    """Return the plan of a new base at `at`, now; its deltas are checked, the base's values are not read.
 
-    `jobs` has the size of a task, by which their number is computed.
-    Raises NotFinite if the model would refuse the values, VerificationError or CheckpointError if a delta is
-    damaged, PositionError if deltas are missing, VersionExists or PositionError if no position is left.
+    `chain` are the deltas, and `jobs` has the size of a task, by which their number is computed. Raises
+    VerificationError or CheckpointError if a delta is damaged, VersionExists or PositionError if no position
+    is left.
     """
-    model, at = log.model, _newest_approved(log).at
+    model = log.model
     log.state(at.position)
-    chain = log.chain(log.base.at.position, at.position)
-    require_merger_finite(log, chain, merged(chain))
     position = position_of_merger(log, model / str(at.position)) if at == log.at else at.position
     path, deltas = model / str(position), len(chain) + (position != at.position)
     tasks = merger_of(log, log.base, chain, path, jobs.task_bytes).tasks
@@ -97,19 +102,11 @@ def _planned(log: DeltaLog, jobs: Jobs) -> Rebased:
 
 
 def _rebase(
-    log: DeltaLog,
-    keep: Keep | None,
-    permission: Permission,
-    jobs: Jobs = LOCALLY,
-    progress: ProgressFactory = no_progress,
+    log: DeltaLog, keep: Keep | None, permission: Permission, jobs: Jobs, progress: ProgressFactory
 ) -> Rebased:
-    model, base, newest = log.model, log.base, _newest_approved(log)
-    if newest.at == log.at:
-        log = skip_abandoned(log, model / str(newest.at.position))
-        newest = _newest_approved(log)
+    model, newest = log.model, _newest_approved(log)
     at = newest.at
-    chain = log.chain(base.at.position, at.position)
-    require_merger_finite(log, chain, merged(chain))
+    deltas = len(log.chain(log.base.at.position, at.position))
     with Staging(model) as staging, writing(staging.path):
         place = BasePlace(at.position, log.number, log.lineage)
         runner = partial(runner_for, jobs, model)
@@ -121,7 +118,7 @@ def _rebase(
             keep=keep,
             permission=permission,
         )
-        return Rebased(published.path, at, len(chain), tasks, published)
+        return Rebased(published.path, at, deltas, tasks, published)
 
 
 def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:

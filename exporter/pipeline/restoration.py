@@ -113,7 +113,7 @@ class Restored(StrEnum):
 
 
 class Restoration(Struct, frozen=True):
-    """Values of an earlier position or version, to be published as the next one.
+    """Values of an earlier position or version, to be published as the next one in a `way`.
 
     `before` is the position to which resuming returns. `is_canaried`: a canary decides about the log, or did
     until it was rolled back. `by_canary`: the canary itself rolls back, because it rejected the values.
@@ -122,6 +122,7 @@ class Restoration(Struct, frozen=True):
     of: int
     made: DeltaOrigin
     before: int
+    way: Way
     reason: str | None = None
     is_canaried: bool = False
     by_canary: bool = False
@@ -137,11 +138,19 @@ class Restoration(Struct, frozen=True):
         """True for a rollback, which holds the model at the published position; False for a resumption."""
         return self.made is DeltaOrigin.ROLLBACK
 
+    def plan(self) -> Planned:
+        """Read and check the input of `Restorer.publish`, and return its plan; nothing is published.
+
+        Raises OverlayFull or NotFinite if servers would refuse the values; VersionExists or PositionError if
+        no position is left, or deltas do not connect; UsageError for hot rows in a store; and
+        CheckpointError, VerificationError or OSError if published files are damaged or cannot be read.
+        """
+        return self.way.plan(self)
+
 
 class Planned(Struct, frozen=True):
-    """The form and place of a restoration, and the training step of its values."""
+    """The place of a restoration, and the training step of its values."""
 
-    made: Restored
     path: Path
     position: int
     step: int | None
@@ -199,7 +208,14 @@ class Restorer:
             # All servers load a base: so it must not restore values that no canary has approved.
             approved = None if way.made is Restored.DELTA else self.approved_by_canary()
             before = at if approved is None else min(at, approved)
-        return Restoration(to, DeltaOrigin.ROLLBACK, before, is_canaried=judged)
+        return Restoration(to, DeltaOrigin.ROLLBACK, before, way, is_canaried=judged)
+
+    def resumption_of(self, to: int) -> Restoration:
+        """Return the resumption with the values of position `to`; nothing is written.
+
+        Raises PositionUnknown if they cannot be restored, ManifestError if a manifest cannot be read.
+        """
+        return Restoration(to, DeltaOrigin.RESUME, self.at.position, self._way(to))
 
     def before_rollbacks(self) -> int | None:
         """Return the model's position before the first of the rollbacks in force.
@@ -238,23 +254,6 @@ class Restorer:
         """
         return None if self.published is None else approved_by_canary(self.published)
 
-    def plan(self, restoration: Restoration) -> Planned:
-        """Read and check the input of `publish`, and return its plan; nothing is published.
-
-        Raises PositionUnknown if the values cannot be restored; OverlayFull or NotFinite if servers would
-        refuse them; VersionExists or PositionError if no position is left, or deltas do not connect;
-        UsageError for hot rows in a store; and CheckpointError, VerificationError or OSError if published
-        files are damaged or cannot be read.
-        """
-        return self._way(restoration.of).plan(restoration)
-
-    def form_of(self, restoration: Restoration) -> Restored:
-        """Return the form in which `publish` restores the values: a delta, a base or a version.
-
-        Raises PositionUnknown if they cannot be restored, ManifestError if a manifest cannot be read.
-        """
-        return self._way(restoration.of).made
-
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
         """Publish the values of a restoration; for a rollback the model is held before they are visible.
 
@@ -262,7 +261,6 @@ class Restorer:
         this fails (`put_back_on_failure`).
 
         Raises:
-            PositionUnknown: the values cannot be restored.
             OverlayFull, NotFinite: servers would refuse the values.
             VersionExists, PositionError: no position is left, or deltas do not connect.
             UsageError: a base has hot rows, and is in a store; or the log is signed, and this publication
@@ -271,7 +269,7 @@ class Restorer:
             CheckpointError, VerificationError, OSError: published files are damaged or cannot be read.
             PublishError: and subclasses: something cannot be written.
         """
-        way = self._way(restoration.of)
+        way = restoration.way
         if restoration.is_rollback:
             self._stop(way, staging, restoration.reason)
         done = way.publish(restoration, staging)
@@ -280,7 +278,7 @@ class Restorer:
                 self.hold.lift()
         return done
 
-    def _way(self, of: int) -> _Way:
+    def _way(self, of: int) -> Way:
         """Return the object that restores the values of position `of`: by a delta, a base or a version.
 
         Raises PositionUnknown if they cannot be restored, ManifestError if a manifest or directory that
@@ -309,7 +307,7 @@ class Restorer:
         log = there.log_at(of)
         return _ByVersion(self.model, self.versions, self.published) if log is None else _ByBase(log)
 
-    def _stop(self, way: _Way, staging: Staging, why: str | None) -> None:
+    def _stop(self, way: Way, staging: Staging, why: str | None) -> None:
         """Hold the model before a base or version replaces the served values; do nothing before a delta.
 
         `way` is the way of the restoration. The hold is at the present position, or at that of a canary's
@@ -341,7 +339,7 @@ def _before(manifest: Manifest) -> int | None:
     return told.before if told is not None and told.made == "rollback" else None
 
 
-class _Way(ABC):
+class Way(ABC):
     """A way to restore the values of one position."""
 
     made: ClassVar[Restored]
@@ -351,7 +349,7 @@ class _Way(ABC):
         """Read and check the input of `publish`, and return its plan; nothing is published.
 
         Raises PositionError, OverlayFull, NotFinite, VersionExists, UsageError, CheckpointError,
-        VerificationError and OSError, as `Restorer.plan` says.
+        VerificationError and OSError, as `Restoration.plan` says.
         """
 
     @abstractmethod
@@ -363,7 +361,7 @@ class _Way(ABC):
         """
 
 
-class _ByDelta(_Way):
+class _ByDelta(Way):
     """Restore values of the newest version's log by a delta."""
 
     made = Restored.DELTA
@@ -388,7 +386,7 @@ class _ByDelta(_Way):
             with TemporaryDirectory() as scratch:
                 changes = restoring(taken_back, values, log.schema, Path(scratch))
                 require_finite(log, changes, span, self._instead(restoration))
-        return Planned(self.made, LogDelta(log.path, span.start, span.end).path, span.end, step)
+        return Planned(LogDelta(log.path, span.start, span.end).path, span.end, step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta:
         """Hold the log (for a rollback), and publish a delta with the values.
@@ -540,7 +538,7 @@ def packing_of(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:
     return next((header.packing for header in reversed(list(headers)) if header.packing), None)
 
 
-class _ByBase(_Way):
+class _ByBase(Way):
     """Restore values of a log that has ended by a base that begins a new log."""
 
     made = Restored.BASE
@@ -558,7 +556,7 @@ class _ByBase(_Way):
         self._check(restoration.of)
         self.log.state(restoration.of)
         position, step = self.next_position(), self.log.trained_at(restoration.of)[1]
-        return Planned(self.made, self.log.model / str(position), position, step)
+        return Planned(self.log.model / str(position), position, step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
         """Publish a base that begins a new log; a rollback holds the new log first.
@@ -612,7 +610,7 @@ class _ByBase(_Way):
 _RESTORING = Permission(despite_hold=True, plain=True)
 
 
-class _ByVersion(_Way):
+class _ByVersion(Way):
     """Restore values of a version that takes no deltas by a version."""
 
     made = Restored.VERSION
@@ -628,7 +626,7 @@ class _ByVersion(_Way):
         """
         manifest = self._whole(restoration.of)
         number = self._next(manifest)
-        return Planned(self.made, self._model / str(number), number, manifest.step)
+        return Planned(self._model / str(number), number, manifest.step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
         """Verify the version and publish it again, its files linked (or copied).

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from exporter.errors import CorruptFile, DiskFull, ManifestError, ModelHeld, UsageError
 from exporter.pipeline import log_maintenance, restoration
@@ -23,7 +24,6 @@ from exporter.pipeline.restoration import Restored
 from exporter.publish.commit import PublishedDelta
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.hold import Hold
-from exporter.publish.manifest import DeltaOrigin
 from exporter.storage.layout import VARIABLES_PREFIX
 from tests.support.logs import (
     Serving,
@@ -148,7 +148,7 @@ def test_resume_again_finds_nothing_to_do(model: Path, known: dict[int, Values])
 def test_a_rollback_by_an_earlier_release_is_resumed(model: Path, known: dict[int, Values]) -> None:
     """It did not say where the log stood before: its delta begins there, as a resumption's does."""
     with log_maintenance._operating(model) as (restorer, staging):
-        done = restorer.publish(restoration.Restoration(20, DeltaOrigin.RESUME, 30), staging)
+        done = restorer.publish(replace(restorer.resumption_of(20), before=30), staging)
     set_hold(read_log(model), 31)
     manifest = done.path / "manifest.json"
     assert ',"before":30' in manifest.read_text()

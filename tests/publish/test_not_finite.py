@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exporter.delta.format import span_name
 from exporter.pipeline.log_maintenance import tidy
 from exporter.publish.delta_log import list_deltas, log_path, read_log
 from exporter.publish.finite import unchecked
+from exporter.storage.layout import TAKEN_FILE
 from tests.support.agents import Published
 from tests.support.commands import Ran, export_model
 from tests.support.numpy_trainer import NumpyTrainer
@@ -159,6 +161,23 @@ def test_while_it_lasts_a_rollback_leads_past_it(place: Place) -> None:
     assert "--lift-only" in refused.error["hint"]
     assert export_model("resume", place.model, "--lift-only").code == 0
     assert place.publish(2.0) > good
+
+
+@pytest.mark.parametrize("command", [("merge",), ("merge", "--rebase")], ids=" ".join)
+def test_a_refused_merger_publishes_no_way_around_an_abandoned_path(
+    place: Place, command: tuple[str, ...]
+) -> None:
+    place.publish(1.0)
+    with place.older_release():
+        newest = place.publish(np.nan)
+    start = place.base.at.position
+    delta = log_path(place.model, place.base.entry.log) / span_name(start, newest)
+    paths = (str(newest), delta.relative_to(place.model).as_posix())
+    (place.model / TAKEN_FILE).write_text("".join(f"{path}\n" for path in paths))
+    planned = export_model(command[0], place.model, *command[1:], "--dry-run")
+    assert planned.code == 6
+    assert export_model(command[0], place.model, *command[1:]).code == 6
+    assert place.published.position == newest
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
