@@ -7,9 +7,8 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from exporter.cli.documents import differences as documents
 from exporter.cli.render import in_rows
-from exporter.pipeline.comparison import ComparedState, Differences, TableDifference, VariableDifference
+from exporter.pipeline.comparison import Differences, TableDifference, VariableDifference
 from exporter.terminal.output import Output, labelled
 
 DifferenceT = TypeVar("DifferenceT", VariableDifference, TableDifference)
@@ -17,24 +16,15 @@ DifferenceT = TypeVar("DifferenceT", VariableDifference, TableDifference)
 
 def differences(found: Differences, sink: Output) -> None:
     """Print the differences between two states: a document, or lines and tables for people."""
-    document = documents.Differences(
-        a=_side(found.a),
-        b=_side(found.b),
-        equal=found.is_empty,
-        compared=found.compared,
-        variables=list(map(_printable, found.variables)),
-        tables=list(map(_printable, found.tables)),
-        only_a=found.only_a,
-        only_b=found.only_b,
-    )
+    variables, tables = tuple(map(_printable, found.variables)), tuple(map(_printable, found.tables))
     lines = [
-        labelled("a", _side_text(found.a)),
-        labelled("b", _side_text(found.b)),
+        labelled("a", found.a),
+        labelled("b", found.b),
         labelled("differ", f"{len(found.variables) + len(found.tables)} of {found.compared} variables"),
         *(labelled("only in a", name) for name in found.only_a),
         *(labelled("only in b", name) for name in found.only_b),
     ]
-    sink.result(document, lines)
+    sink.result(replace(found, variables=variables, tables=tables), lines)
     if found.variables:
         columns = {"variable": "left", "rows": "right", "of": "right", "norm": "right", "largest": "right"}
         rows = (
@@ -55,12 +45,6 @@ def differences(found: Differences, sink: Output) -> None:
         )
 
 
-def _side(side: ComparedState) -> documents.Side:
-    at = side.at
-    position = at.position if at and side.log is not None else None
-    return documents.Side(side.label, position, at.step if at else None)
-
-
 def _printable(found: DifferenceT) -> DifferenceT:
     """Return a difference with None for a norm or largest move of NaN or infinity, which JSON cannot hold."""
     return replace(found, norm=_if_finite(found.norm), largest=_if_finite(found.largest))
@@ -68,12 +52,6 @@ def _printable(found: DifferenceT) -> DifferenceT:
 
 def _if_finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _side_text(side: ComparedState) -> str:
-    if side.at is None:
-        return side.label
-    return f"{side.label}, " + (f"position {side.at}" if side.log is not None else f"step {side.at.step}")
 
 
 def _number(value: float | None) -> str:

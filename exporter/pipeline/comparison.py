@@ -373,6 +373,28 @@ class ComparedState(Struct, frozen=True):
         """
         return self.log.state(self.at.position) if self.log is not None and self.at is not None else None
 
+    @property
+    def side(self) -> Side:
+        """The state's name, position and step, without its values."""
+        position = self.at.position if self.at is not None and self.log is not None else None
+        return Side(self.label, position, None if self.at is None else self.at.step)
+
+
+class Side(Struct, frozen=True):
+    """One side of a comparison."""
+
+    label: str
+    """What was compared, as it was named."""
+    position: int | None
+    """Its position, if it is published."""
+    step: int | None
+    """Its training step."""
+
+    def __str__(self) -> str:
+        if self.position is not None:
+            return f"{self.label}, position {Position(self.position, self.step)}"
+        return self.label if self.step is None else f"{self.label}, step {self.step}"
+
 
 class VariableDifference(Struct, frozen=True):
     """A variable that differs."""
@@ -390,24 +412,29 @@ class VariableDifference(Struct, frozen=True):
 
 
 class Differences(Struct, frozen=True):
-    """The differences of two states.
+    """The document that `diff` prints."""
 
-    `only_a` and `only_b` are variables that the other side lacks, or has with another type or shape. `tables`
-    are compared by their keys.
-    """
-
-    a: ComparedState
-    b: ComparedState
-    variables: tuple[VariableDifference, ...]
+    a: Side
+    """The first side."""
+    b: Side
+    """The second side."""
+    equal: bool
+    """True if both hold the same variables with the same bits."""
     compared: int
+    """How many variables both have."""
+    variables: tuple[VariableDifference, ...]
+    """Those that differ."""
+    tables: tuple[TableDifference, ...]
+    """Tables by keys that differ."""
     only_a: tuple[str, ...]
+    """Names that only the first side has."""
     only_b: tuple[str, ...]
-    tables: tuple[TableDifference, ...] = ()
+    """Names that only the second side has."""
 
     @property
     def is_empty(self) -> bool:
         """True if the states hold the same bits."""
-        return not (self.variables or self.tables or self.only_a or self.only_b)
+        return self.equal
 
 
 def parse_side(text: str) -> ComparedState:
@@ -498,16 +525,10 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
         for variable in schema.variables
         if variable.name in found.changes
     )
-    shared = set(common)
-    return Differences(
-        a,
-        b,
-        variables,
-        len(common) + len(tables),
-        tuple(sorted(old.keys() - shared)),
-        tuple(sorted(new.keys() - shared)),
-        tuple(table for table in tables if not table.is_empty),
-    )
+    shared, differ = set(common), tuple(table for table in tables if not table.is_empty)
+    only_a, only_b = (tuple(sorted(side.keys() - shared)) for side in (old, new))
+    equal = not any((variables, differ, only_a, only_b))
+    return Differences(a.side, b.side, equal, len(common) + len(tables), variables, differ, only_a, only_b)
 
 
 def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDifference, ...], set[str]]:

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from exporter.cli.documents import deltas, differences, exported, inspections, logs
+from exporter.cli.documents import deltas, exported, inspections, logs
+from exporter.pipeline.comparison import Differences
 from exporter.terminal.output import FORMAT_VERSION, Failure
 from serving import documents as served
 from serving.agent.journal import AgentEvent
@@ -34,7 +35,7 @@ PRINTED_BY: Mapping[str, Sequence[type[Struct]]] = {
     "export-model merge": (logs.Merge, logs.Rebase),
     "export-model rollback, export-model resume": (logs.Rollback,),
     "export-model tag": (logs.Tags, logs.Tag),
-    "export-model diff": (differences.Differences,),
+    "export-model diff": (Differences,),
     "export-model verify": (logs.Verification,),
     "export-model doctor": (logs.Diagnosis,),
     "export-model push": (logs.Push,),
