@@ -43,7 +43,7 @@ def merged(done: Merged | None, sink: Output, *, dry_run: bool) -> None:
     by = f"by {count(done.tasks, 'task')}" if size is None else human_bytes(size)
     document = Merge(
         dry_run=dry_run,
-        status=_status(dry_run),
+        status=Status.done(is_plan=dry_run),
         path=str(done.path),
         from_position=done.span.start,
         position=done.span.end,
@@ -80,7 +80,7 @@ def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> Non
     kept = None if published is None else published.kept
     document = Rebase(
         dry_run=dry_run,
-        status=_status(dry_run),
+        status=Status.done(is_plan=dry_run),
         path=str(done.path),
         position=done.at.position,
         step=done.at.step,
@@ -113,7 +113,7 @@ def taken_back(done: RollbackResult, model: Path, signing: Signing, sink: Output
     """
     status, lines = Status.NOTHING_TO_DO, _nothing_held(done)
     if done.was_held:
-        status = _status(dry_run) if dry_run or done.published is not None else Status.HOLD_LIFTED
+        status = Status.done(is_plan=dry_run) if dry_run or done.published is not None else Status.HOLD_LIFTED
         lifted = ("would lift", "the hold: servers take what is published") if dry_run else ("hold", "lifted")
         held = (_would("hold", "hold", dry_run), _held(done))
         lines = [
@@ -152,10 +152,6 @@ def _why_base(done: RollbackResult) -> list[str]:
     if done.made is None or done.made.value != "base":
         return []
     return [labelled("a new base", f"the log of position {done.values_of} has ended: servers load it")]
-
-
-def _status(dry_run: bool) -> Status:
-    return Status.PLANNED if dry_run else Status.PUBLISHED
 
 
 def _would(act: str, done: str, dry_run: bool) -> str:
@@ -228,11 +224,10 @@ def _positions(known: tuple[int, ...]) -> str:
 
 def tagged(done: Tagging, sink: Output, *, dry_run: bool) -> None:
     """Print a change of a tag, done or, with `dry_run`, planned; or that there is nothing to do."""
-    status = Status.PLANNED if dry_run else Status.PUBLISHED
     now, before = (None if tag is None else tag.position for tag in (done.tag, done.before))
     document = documents.Tag(
         dry_run=dry_run,
-        status=status if done.changes else Status.NOTHING_TO_DO,
+        status=Status.done(is_plan=dry_run) if done.changes else Status.NOTHING_TO_DO,
         name=done.name,
         position=now,
         before=before,

@@ -77,7 +77,7 @@ def _print_push(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
     from exporter.cli.documents.logs import Push
 
     is_nothing = not (plan.upload or plan.remove or plan.changes_holds)
-    status = Status.NOTHING_TO_DO if is_nothing else _status(dry_run=dry_run)
+    status = Status.NOTHING_TO_DO if is_nothing else Status.done(is_plan=dry_run)
     document = Push(
         dry_run=dry_run,
         status=status,
@@ -99,10 +99,6 @@ def _print_push(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
     if not dry_run:
         lines.append(labelled("next", f"export-model pull {quoted(plan.url)} MODEL"))
     sink.result(document, lines, is_done=not dry_run)
-
-
-def _status(*, dry_run: bool) -> Status:
-    return Status.PLANNED if dry_run else Status.PUBLISHED
 
 
 class LookFlags(Struct, frozen=True):
@@ -202,7 +198,7 @@ def _print_pull(done: Pulled, model: Path, sink: Output, *, dry_run: bool = Fals
     is_something = done.fetched or done.removed or done.repeated
     document = Pull(
         dry_run=dry_run,
-        status=_status(dry_run=dry_run) if is_something else Status.NOTHING_TO_DO,
+        status=Status.done(is_plan=dry_run) if is_something else Status.NOTHING_TO_DO,
         model=str(model),
         fetched=done.fetched,
         removed=done.removed,

@@ -22,6 +22,11 @@ class Status(StrEnum):
     PLANNED = "planned"
     HOLD_LIFTED = "hold_lifted"
 
+    @classmethod
+    def done(cls, *, is_plan: bool) -> Status:
+        """The outcome of a command that had something to do, or would have: `is_plan`."""
+        return cls.PLANNED if is_plan else cls.PUBLISHED
+
 
 class Checkpoint(Struct, frozen=True):
     """A checkpoint, or a version's variables."""

@@ -15,13 +15,18 @@ from exporter.publish.spared import Spared
 from exporter.publish.tags import ListedTag
 
 
-class Push(Struct, frozen=True, kw_only=True):
-    """The document that `push` prints."""
+class Change(Struct, frozen=True, kw_only=True):
+    """The first fields of every document of a change of what is published."""
 
     dry_run: bool
     """True if nothing was written."""
     status: Status
     """`published`, `planned` or `nothing_to_do`."""
+
+
+class Push(Change, frozen=True, kw_only=True):
+    """The document that `push` prints."""
+
     url: str
     """The model in the store."""
     uploaded: Sequence[str]
@@ -36,13 +41,9 @@ class Push(Struct, frozen=True, kw_only=True):
     """The newest position in the store now."""
 
 
-class Pull(Struct, frozen=True, kw_only=True):
+class Pull(Change, frozen=True, kw_only=True):
     """The document that `pull` prints; with `--watch` one document a line, whenever something was fetched."""
 
-    dry_run: bool = False
-    """True if nothing was written."""
-    status: Status
-    """`published`, `planned` or `nothing_to_do`."""
     model: str
     """The local model base path."""
     fetched: Sequence[str]
@@ -69,13 +70,9 @@ class Pull(Struct, frozen=True, kw_only=True):
     """The newest position here now."""
 
 
-class Merge(Struct, frozen=True, kw_only=True):
+class Merge(Change, frozen=True, kw_only=True):
     """The document that `merge` prints: the delta that takes the place of several."""
 
-    dry_run: bool
-    """True if nothing was written."""
-    status: Status
-    """`published`, `planned` or `nothing_to_do`."""
     path: str | None = None
     """The merged delta's directory."""
     from_position: int | None = None
@@ -92,13 +89,9 @@ class Merge(Struct, frozen=True, kw_only=True):
     """With `--dry-run`, what the command would meet in a store: uploads, decisions of others, a hold."""
 
 
-class Rebase(Struct, frozen=True, kw_only=True):
+class Rebase(Change, frozen=True, kw_only=True):
     """The document that `merge --rebase` prints: the new base, which includes all deltas before it."""
 
-    dry_run: bool
-    """True if nothing was written."""
-    status: Status
-    """`published`, `planned` or `nothing_to_do`."""
     path: str | None = None
     """The new version's directory."""
     position: int | None = None
