@@ -235,21 +235,8 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
         LfsPointer: the file is a Git LFS pointer.
         typer.BadParameter: a value in the file cannot be parsed.
     """
-    parameters: list[inspect.Parameter] = []
-    structs: dict[str, tuple[Struct, list[str]]] = {}
-    hints = type_hints(function)
-    for name, parameter in inspect.signature(function).parameters.items():
-        hint = hints[name]
-        if isinstance(hint, type) and issubclass(hint, Struct):
-            values = hint() if parameter.default is parameter.empty else parameter.default
-            own = _typer_options(values)
-            structs[name] = values, [field.name for field in own]
-            parameters += [*(_parameter(one, one.value(values)) for one in declared(hint)), *own]
-        else:
-            parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
-    parameters.sort(key=_sort_key)
-
-    context_name = next((name for name, hint in hints.items() if hint is typer.Context), "")
+    structs, parameters = _taken_apart(function)
+    context_name = next((one.name for one in parameters if one.annotation is typer.Context), "")
     if not context_name:
         parameters.append(
             inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -270,19 +257,40 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
         _drop_ineffective(found, elsewhere)
         TAKEN.set(tuple(elsewhere.values()))
         MISSPELT.set(tuple(misspelt(context)))
+        typed: dict[str, dict[tuple[str, ...], Any]] = {name: {} for name in structs}
+        for one, name, value in found.values():
+            typed[name][one.path] = _read(one, value, elsewhere)
         for name, (values, fields) in structs.items():
-            typed = {
-                one.path: _read(one, value, elsewhere)
-                for one, owner, value in found.values()
-                if owner == name
-            }
-            given[name] = _filled(values, typed | {(field,): given.pop(field) for field in fields})
+            given[name] = _filled(values, typed[name] | {(field,): given.pop(field) for field in fields})
         require_company([given[name] for name in structs])
         function(**given)
 
     command.__name__, command.__doc__ = function.__name__, help_of(function.__doc__ or "")
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
     return command
+
+
+def _taken_apart(
+    function: Callable[..., None],
+) -> tuple[dict[str, tuple[Struct, list[str]]], list[inspect.Parameter]]:
+    """Return the structs that a function takes, and its parameters with options in their place, by heading.
+
+    The structs are by the parameter's name, each with its default values and the names of the fields that
+    `typer.Option` annotates.
+    """
+    structs: dict[str, tuple[Struct, list[str]]] = {}
+    parameters: list[inspect.Parameter] = []
+    hints = type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints[name]
+        if isinstance(hint, type) and issubclass(hint, Struct):
+            values = hint() if parameter.default is parameter.empty else parameter.default
+            own = _typer_options(values)
+            structs[name] = values, [field.name for field in own]
+            parameters += [*(_parameter(one, one.value(values)) for one in declared(hint)), *own]
+        else:
+            parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+    return structs, sorted(parameters, key=_sort_key)
 
 
 def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhere: dict[str, Taken]) -> None:

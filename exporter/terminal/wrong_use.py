@@ -71,33 +71,58 @@ def wrong_use(
         message = f"there is no command {word!r}"
         hint = _unknown_word(word, context, program, arguments, takes)
     elif (wrong := getattr(error, "option_name", None)) and "No such option" in message:
-        options = (one for one in context.command.params if one.param_type_name == "option")
-        names = {(name := max(one.opts, key=len)).lstrip("-"): name for one in options}
         message = _SUGGESTIONS.sub("", message)
-        if close := nearest(wrong.lstrip("-"), names):  # dashes are alike in all of them
-            hint = _command_line(program, _with_correction(arguments, wrong, names[close]))
+        hint = _with_nearest_option(wrong, context, program, arguments) or hint
     elif (parameter := getattr(error, "param", None)) is not None:
-        if message.startswith("Missing"):
-            arguments = [*_with_position(parameter, arguments)]
-            hint = _with_missing(program, arguments, parameter, context)
-        else:
-            hint = _nearest_choice(parameter, message) or _told(parameter, context)
-        if (file := getattr(error, "file_of_options", None)) is not None:
-            message, hint = f"{file}: {message}", f"correct it in {file}; {hint}"
-        elif (variable := variable_of(context, parameter)) is not None:
-            message, hint = f"{variable}: {message}", f"correct {variable}, or unset it; {hint}"
-    elif (lacks := getattr(error, "option_name", None)) is not None:
-        found = next((one for one in context.command.params if lacks in one.opts), None)
+        message, hint = _wrong_value(error, parameter, message, context, program, arguments)
+    elif wrong is not None:
+        found = next((one for one in context.command.params if wrong in one.opts), None)
         hint = hint if found is None else _told(found, context)
     elif (extra := _EXTRA.search(message)) is not None:
-        too_many = extra[1].split(" ")
-        known = {name for one in context.command.params for name in getattr(one, "opts", ())}
-        free = [name for name in takes if name in known and name not in arguments]
-        named = [part for pair in zip(free, too_many, strict=False) for part in pair]
-        left = [each for each in arguments if each not in too_many]
-        at = 1 if left[:1] == [context.command.name] else 0
-        hint = _command_line(program, [*left[:at], *named, *left[at:]])
+        hint = _with_names(extra[1].split(" "), context, program, arguments, takes)
     return UsageError(message, hint=hint)
+
+
+def _with_nearest_option(wrong: str, context: Any, program: str, arguments: Sequence[str]) -> str:
+    """Return the command line with the option nearest to the unknown option `wrong`; "" if none is near."""
+    options = (one for one in context.command.params if one.param_type_name == "option")
+    names = {(name := max(one.opts, key=len)).lstrip("-"): name for one in options}
+    close = nearest(wrong.lstrip("-"), names)  # dashes are alike in all of them
+    return _command_line(program, _with_correction(arguments, wrong, names[close])) if close else ""
+
+
+def _wrong_value(
+    error: Any, parameter: Any, message: str, context: Any, program: str, arguments: Sequence[str]
+) -> tuple[str, str]:
+    """Return message and hint for a missing or wrong value of Click's `parameter`; they say where it was set.
+
+    That is a file of options, as `error` records, or a variable of the environment.
+    """
+    if message.startswith("Missing"):
+        hint = _with_missing(program, [*_with_position(parameter, arguments)], parameter, context)
+    else:
+        hint = _nearest_choice(parameter, message) or _told(parameter, context)
+    if (file := getattr(error, "file_of_options", None)) is not None:
+        return f"{file}: {message}", f"correct it in {file}; {hint}"
+    if (variable := variable_of(context, parameter)) is not None:
+        return f"{variable}: {message}", f"correct {variable}, or unset it; {hint}"
+    return message, hint
+
+
+def _with_names(
+    extra: Sequence[str], context: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
+) -> str:
+    """Return the command line in which surplus words, `extra`, are the values of options in `takes`.
+
+    Options that the command does not have, or that are typed already, are passed over; surplus words without
+    an option are left out.
+    """
+    known = {name for one in context.command.params for name in getattr(one, "opts", ())}
+    free = [name for name in takes if name in known and name not in arguments]
+    named = [part for pair in zip(free, extra, strict=False) for part in pair]
+    left = [each for each in arguments if each not in extra]
+    at = 1 if left[:1] == [context.command.name] else 0
+    return _command_line(program, [*left[:at], *named, *left[at:]])
 
 
 def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:

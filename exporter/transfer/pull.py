@@ -725,37 +725,44 @@ class _Pull:
         the store reach beyond it. NotTrusted if keys are trusted, and an unsigned version that restored
         earlier values may have come from the store.
         """
-        before, stored = self._kept(known), self._stored.items
+        stored = self._stored.items
         made = {path: (item, to) for path, item in self.here.items() if (to := restored(item)) is not None}
         theirs = {path for path in made.keys() & stored.keys() if _is_equal(made[path][0], stored[path])}
         self._agreed = {(self.here[path].log_path, end_of(path)): self.here[path] for path in theirs}
-        came = [position for _, position in self._agreed]
-        if known is not None:
-            # An upload counts once it is here: a pull may be killed before, and others upload, too.
-            paths = (path for path in known.paths if path == known.path or path in self.here)
-            came += [known.last, *map(self._position, paths)]
-        self.last = max(came, default=-1)
-        is_old = known is not None and known.own is None  # of a release that kept nothing
+        self.last = max([*(position for _, position in self._agreed), *self._came(known)], default=-1)
         found = {
             path: to
             for path, (item, to) in made.items()
-            if path not in theirs
-            and (
-                path in before
-                or (path in self._unsigned and item.is_delta)
-                or item.manifest.position > self.last
-                or (is_old and is_of_a_canary(item))
-            )
+            if path not in theirs and self._was_made_here(item, known)
         }
         found |= {  # they are gone, and what they withhold may still come
             path: to
-            for path, to in before.items()
+            for path, to in self._kept(known).items()
             if path not in self.here and any(map(TakenBack(path, to).withholds, stored.values()))
         }
         self._taken_back = [TakenBack(*each) for each in found.items()]
         for path, error in self._unsigned.items():
             if path not in found and not self.here[path].is_delta:  # it may have come by a pull without keys
                 raise error
+
+    def _came(self, known: Known | None) -> Iterator[int]:
+        """Yield the positions that came from the store, as the remembered head says; none without one."""
+        if known is not None:
+            yield known.last
+            # An upload counts once it is here: a pull may be killed before, and others upload, too.
+            paths = (path for path in known.paths if path == known.path or path in self.here)
+            yield from map(self._position, paths)
+
+    def _was_made_here(self, item: Item, known: Known | None) -> bool:
+        """True if a rollback or resumption that is not the store's was made in this copy, and did not come.
+
+        Its position is then beyond `last`, unless it was found before. `known` is the remembered head.
+        """
+        if item.path in self._kept(known) or item.manifest.position > self.last:
+            return True
+        if item.path in self._unsigned and item.is_delta:
+            return True
+        return known is not None and known.own is None and is_of_a_canary(item)  # a release that kept nothing
 
     def _kept(self, known: Known | None) -> dict[str, int]:
         return {} if known is None or known.own is None else known.own

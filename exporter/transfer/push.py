@@ -11,6 +11,7 @@ It is not pushed once the store has gone on.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -179,6 +180,25 @@ def _plan(
             hint=_OF_ITS_OWN.format(quoted(place)),
         )
     upload = tuple(item for path, item in ours.items() if path not in stored.items)
+    _require_not_passed(model, place, ours, upload, stored)
+    gone = tuple(sorted(stored.items.keys() - ours.keys())) if prune else ()
+    position = list(ours.values())[-1].manifest.position
+    holds, same = _holds(model, stored, place), StoredFiles(model, stored, stored.items.values())
+    copied = sum(same.copies_of(item, model / item.path) for item in upload)
+    plan = PushPlan(model, place, upload, gone, stored, position, holds, prune, trust, copied)
+    if head.path:
+        _require_ours(plan, head)
+    return plan
+
+
+def _require_not_passed(
+    model: Path, place: Url, ours: dict[str, Item], upload: Iterable[Item], stored: StoredItems
+) -> None:
+    """Raise PositionMoved if the store at `place` has gone on from a rollback that was made here alone.
+
+    `ours` are the publications here by path, and `upload` those that the store does not have. ManifestError
+    if the file of remembered heads is damaged.
+    """
     known = recall(model, place)
     synced = None if known is None else ours.get(known.path) or stored.items.get(known.path)
     last = -1 if synced is None else synced.manifest.position
@@ -193,14 +213,6 @@ def _plan(
                 cause="that was decided for the servers of this directory alone",
                 hint=f"roll the store's back, too: {again}",
             )
-    gone = tuple(sorted(stored.items.keys() - ours.keys())) if prune else ()
-    position = list(ours.values())[-1].manifest.position
-    holds, same = _holds(model, stored, place), StoredFiles(model, stored, stored.items.values())
-    copied = sum(same.copies_of(item, model / item.path) for item in upload)
-    plan = PushPlan(model, place, upload, gone, stored, position, holds, prune, trust, copied)
-    if head.path:
-        _require_ours(plan, head)
-    return plan
 
 
 def _holds(model: Path, stored: StoredModel, url: Url) -> dict[str, bytes]:
