@@ -1,4 +1,7 @@
-"""Trains the tower for a moment and leaves an object-based checkpoint and a Keras archive."""
+"""Trains the tower for a moment and leaves an object-based checkpoint and a Keras archive.
+
+Once more, it goes on from the newest checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,13 @@ def main() -> None:
     out = parser.parse_args().out
     model = tower()
     model.compile("adam", "sparse_categorical_crossentropy")
+    model.optimizer.build(model.trainable_variables)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    if newest := tf.train.latest_checkpoint(out):
+        checkpoint.restore(newest).assert_consumed()
+        print(f"training goes on from {newest}")
     things = np.random.default_rng(1).integers(0, 1000, (512, 3))
     model.fit(things, things.argmax(axis=1), batch_size=64, epochs=2, verbose=0)
-    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     saved = checkpoint.save(out / "ckpt")
     model.save(out / "tower.keras")
     print(f"trained {int(model.optimizer.iterations)} steps: {saved}")
