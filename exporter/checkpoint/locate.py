@@ -218,7 +218,7 @@ def _without_index(directory: Path, names: list[str], *, is_numbered: bool) -> l
         raise CheckpointNotFound(
             f"{directory} holds several archives: {', '.join(path.name for path in found[:5])}",
             cause="their names are not those of one series, as in model-01.keras, model-02.keras",
-            hint=f"name one of them in its place; the last one written: {quoted(_last_written(found))}",
+            hint=f"name one of them in its place; the last one written: {quoted(last_written(found))}",
         )
     return sorted(found, key=_order, reverse=True)
 
@@ -269,7 +269,7 @@ def _only_below(directory: Path) -> list[Path]:
     return []
 
 
-def _last_written(paths: Iterable[Path]) -> Path:
+def last_written(paths: Iterable[Path]) -> Path:
     """Return the path that was modified last; a path that is gone counts as the oldest."""
     return max(paths, key=lambda path: (path.stat().st_mtime_ns if path.exists() else 0, path.name))
 

@@ -70,7 +70,9 @@ def init(
                 raise UsageError(f"{write} exists", hint="name a new file: --write FILE") from None
             except OSError as error:
                 raise UsageError(f"{write} cannot be written", cause=error.strerror or str(error)) from None
-        next_ = found.command(ckpt_dir, out, write)
+        next_, easier = found.command(ckpt_dir, out, write), None
+        if found.archive is not None:
+            easier = f"export-model --ckpt-dir {quoted(found.archive)} --out {quoted(out)}"
         document = Proposed(
             checkpoint=str(found.catalog.prefix),
             model=found.model,
@@ -79,14 +81,15 @@ def init(
             signatures=found.signatures,
             builder=found.builder or None,
             command=next_,
+            easier=easier,
             refused=str(found.refused.message) if found.refused else None,
         )
         if found.builder and write is None:
             next_ = f"export-model init {quoted(ckpt_dir)} --out {quoted(out)} --write model.py"
-        sink.result(document, _lines(found, next_, write))
+        sink.result(document, _lines(found, next_, easier, write))
 
 
-def _lines(found: Proposal, next_: str, written: Path | None) -> Iterator[str]:
+def _lines(found: Proposal, next_: str, easier: str | None, written: Path | None) -> Iterator[str]:
     yield labelled("checkpoint", found.catalog.prefix)
     if found.refused is None:
         yield labelled("graph", found.model or "none beside it: a builder makes one")
@@ -110,3 +113,6 @@ def _lines(found: Proposal, next_: str, written: Path | None) -> Iterator[str]:
     elif found.builder:
         yield from ("", *map(escape, found.builder.splitlines()), "")
     yield labelled("next", next_)
+    if easier is not None:
+        yield labelled("easier", "the archive beside it has its model, and needs no builder:")
+        yield labelled("", easier)

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, ExtraKind, TensorRef
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.families import model_beside
+from exporter.checkpoint.locate import last_written
 from exporter.checkpoint.object_graph import ObjectGraph, read_object_graph
 from exporter.errors import CheckpointError, ExportError
 from exporter.graph.feeds import hands_over_batches
@@ -49,6 +50,7 @@ class Proposal(Struct, frozen=True):
 
     A graph with signatures of its own needs no inputs and outputs. `options` are others, in the form in which
     they are typed. `refused` is the reason why the graph beside the checkpoint is not served; None if it is.
+    `archive` is the `.keras` archive beside the checkpoint that was written last; None if there is none.
     """
 
     catalog: Catalog
@@ -59,6 +61,7 @@ class Proposal(Struct, frozen=True):
     builder: str = ""
     options: tuple[tuple[str, str], ...] = ()
     refused: ExportError | None = None
+    archive: Path | None = None
 
     def command(self, ckpt_dir: Path, out: Path, builder: Path | None = None) -> str:
         """Return the command line of the export of `ckpt_dir` to the model `out`, quoted for a shell.
@@ -115,7 +118,9 @@ def propose(ckpt_dir: Path) -> Proposal:
     catalog = open_checkpoint(ckpt_dir)
     model = model_beside(catalog.prefix)
     if model is None:
-        return Proposal(catalog, None, builder=_builder_draft(catalog))
+        archives = [*catalog.prefix.parent.glob("[!.]*.keras")]
+        archive = last_written(archives) if archives else None
+        return Proposal(catalog, None, builder=_builder_draft(catalog), archive=archive)
     return _planned(_from_graph(catalog, model), ckpt_dir)
 
 

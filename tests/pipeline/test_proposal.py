@@ -125,6 +125,21 @@ def test_what_has_a_graph_needs_no_builder(tmp_path: Path, monkeypatch: pytest.M
     assert export_model("init", "nothing").code == 3
 
 
+def test_an_archive_beside_the_checkpoint_is_the_easier_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import keras
+
+    monkeypatch.chdir(tmp_path)
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save("model.keras")
+    with BundleWriter(tmp_path / "ckpt-1") as writer:
+        writer.add("w", np.zeros(2, np.float32))
+    proposed: Any = export_model("init", ".", "--out", "m", "--json").document
+    assert (proposed["model"], proposed["easier"]) == (None, "export-model --ckpt-dir model.keras --out m")
+    assert proposed["easier"] in export_model("init", ".", "--out", "m").out
+    assert typed(proposed["easier"]).code == 0
+
+
 @pytest.mark.parametrize("options", [(), ("--incr",), ("--model", "w.weights.h5")])
 def test_weights_alone_say_how_a_builder_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]

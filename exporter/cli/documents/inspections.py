@@ -49,6 +49,8 @@ class Proposed(Struct, frozen=True):
     """The beginning of a builder, where there is no graph, or it cannot be served."""
     command: str
     """The command of the export."""
+    easier: str | None
+    """The command for a `.keras` archive beside the checkpoint, which needs no builder; null without one."""
     refused: str | None
     """Why the graph beside the checkpoint cannot be served; null if it can, or there is none."""
 
