@@ -58,6 +58,7 @@ def plan(planned: Plan, sink: Output) -> None:
         line("would write", f"{human_bytes(planned.mapping.bytes_)} under {planned.request.out}, {how}"),
         *(line("data", text) for text in ["; ".join(_data(planned.shards))] if text),
         *_linked_lines(planned.shards),
+        *_delta_lines(planned),
     ]
     tasks, read = planned.work
     if tasks and (engine := planned.request.jobs.engine):
@@ -98,6 +99,7 @@ def exported(done: Exported, sink: Output) -> None:
         line("verified", _verified(done)),
         *(line("removed", f"version {number}") for number in published.removed),
         *(line("kept", f"version {kept.version}, too: {kept.reason}") for kept in published.kept),
+        *_delta_lines(done.plan),
         line("published", f"{published.path} in {done.seconds:.2f} s"),
         line("next", _next(done)),
     ]
@@ -126,6 +128,7 @@ def _plan(planned: Plan, status: Status, work: tuple[int, int], shards: Iterable
         checkpoint=checkpoint_document(planned.catalog),
         graph=planned.graph.source,
         signatures=signatures_of(planned.graph.meta_graph),
+        takes_deltas=planned.request.updates is not None,
         variables=[_variable(source, unmapped) for source in planned.mapping.sources],
         bytes=planned.mapping.bytes_,
         tasks=work[0],
@@ -225,6 +228,14 @@ def _linked_lines(shards: Iterable[ShardPlan]) -> Iterator[str]:
     """Yield a warning about the trainer, as a line, if a shard is a link to its file."""
     if any(shard.how is ShardOrigin.LINKED for shard in shards):
         yield line("", "the trainer may remove these files, and must not write into them; or --data compact")
+
+
+def _delta_lines(planned: Plan) -> Iterator[str]:
+    """Yield a line on whether the version takes deltas, and how it would; nothing if it never can."""
+    if planned.request.updates is not None:
+        yield line("deltas", "taken: the next export with --incr publishes what changed")
+    elif planned.request.format is ExportFormat.SAVED_MODEL and not planned.graph.foreign:
+        yield line("deltas", "not taken: --new-base always publishes a version that takes them")
 
 
 def _verified(done: Exported) -> str:

@@ -357,7 +357,7 @@ def _notes(event: Event) -> Iterator[str]:
     elif what == "rebase":
         yield "a new base with all deltas so far"
     if event.from_position is not None:
-        yield f"from {event.from_position} on"
+        yield f"changes since {event.from_position}"
     if what == "merge":
         away = f", {event.merged_away} of them merged away" if event.merged_away else ""
         yield f"{event.parts} publications in one{away}"

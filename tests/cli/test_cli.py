@@ -48,6 +48,21 @@ def test_export_says_what_it_did_and_what_comes_next(
     assert lines["next"] == f"serve-model run {tmp_path / 'm'}"
 
 
+def test_an_export_says_whether_the_version_takes_deltas(
+    ranker: Path, ranker_graph: Path, tmp_path: Path
+) -> None:
+    options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path]
+    planned, plain = export_model(*options, "--dry-run"), export_model(*options)
+    for ran in (planned, plain):
+        assert "\ndeltas      not taken: --new-base always publishes a version that takes them\n" in ran.out
+    base = export_model(*options, "--new-base", "always")
+    assert f"published   {tmp_path}/21 in " in base.out
+    assert "\ndeltas      taken: the next export with --incr publishes what changed\n" in base.out
+    assert (
+        export_model(*options, "--new-base", "always", "--again", "--json").document["takes_deltas"] is True
+    )
+
+
 def test_an_export_says_how_rows_are_put_in_order(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
     strategy = ["--partition-strategy", "ranker/user_embedding=mod"]
     ran = export_model("--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m", *strategy)

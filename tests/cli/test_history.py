@@ -74,6 +74,7 @@ def test_what_happened_is_told_in_the_order_of_positions(request_: ExportRequest
     assert times == sorted(times)
     shown = export_model("history", model)
     assert "51 (step 40)" in shown.out
+    assert "values of 40 again; changes since 20" in shown.out
     assert f"export-model resume {model}" in shown.out
     assert [event["position"] for event in history(model, "--last", 2)["events"]] == [50, 51]
 

@@ -29,7 +29,7 @@ def test_the_first_look_needs_no_tensorflow(tmp_path: Path) -> None:
     assert "published   models/plain/300" in done.stdout
     assert re.search(r"users +40 +800 ", done.stdout)
     assert "delta         239 rows in 3 variables" in done.stdout
-    assert re.search(r"delta +320 +320 +from 300 on; 239 rows", done.stdout)
+    assert re.search(r"delta +320 +320 +changes since 300; 239 rows", done.stdout)
     (delta,) = (tmp_path / "kept/models/clicks/deltas").glob("*/*-*/manifest.json")
     assert delta.stat().st_size > 0
 

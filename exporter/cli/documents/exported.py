@@ -77,6 +77,8 @@ class ExportPlan(Struct, frozen=True, kw_only=True):
     """Where the serving graph comes from."""
     signatures: Mapping[str, Signature]
     """The signatures, by name."""
+    takes_deltas: bool
+    """True if the version is a base that takes deltas (`--incr`, `--new-base always`)."""
     variables: Sequence[Variable]
     """The served variables."""
     bytes: int
