@@ -185,6 +185,8 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
         from exporter.storage.arrivals import Arrivals
 
         check_named(request.model)
+        if how.servers.addresses:
+            sink.note(f"each delta is announced to {', '.join(how.servers.addresses)}")
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)
         sleep = Arrivals.of_trainer(request.ckpt_dir, ARCHIVE_SUFFIXES).sleep
         with until_interrupted(sink) as published:
@@ -435,9 +437,15 @@ def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
     what = "nothing" if planned.is_nothing else f"the delta {planned.span}"
     status = Status.NOTHING_TO_DO if planned.is_nothing else Status.PLANNED
     lines = [*_plan_lines(planned), labelled("would write", f"{what} under {planned.log.path}")]
+    document = _document(planned, status, dry_run=True)
+    if not planned.is_nothing:
+        rows = "not known: a dry run does not compare them"
+        if document.listed_rows is not None:
+            rows = f"{document.listed_rows}, listed by {count(len(document.increments), 'increment')}"
+        lines.append(labelled("rows", rows))
     if how.rebase:
         lines.append(labelled("new base", "the base and all deltas, unless the newest base stands there"))
-    sink.result(_document(planned, status, dry_run=True), lines)
+    sink.result(document, lines)
     for note in planned.notes:
         if note not in planned.setbacks:  # which are among the lines
             sink.note(f"note: {note}")
@@ -462,6 +470,7 @@ def _document(planned: IncrementalPlan, status: Status, *, dry_run: bool = False
         to_position=planned.log.at.position if planned.is_nothing else planned.position,
         to_step=planned.step,
         increments=[stored.path.name for stored in plan.increments],
+        listed_rows=planned.listed_rows,
         compares=not plan.is_known,
         why=plan.reason,
         graph=planned.graph.said,

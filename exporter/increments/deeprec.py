@@ -270,7 +270,7 @@ class DeepRecIncrement(Struct, frozen=True):
         """
         return (KeyedChange(rows, np.empty(0, np.int64)) for rows in self.keyed(names))
 
-    def key_counts(self) -> Counter[str]:
+    def row_counts(self) -> Counter[str]:
         """Return the number of touched keys or rows of each embedding variable or table, by its name.
 
         The index alone is used; nothing is read.

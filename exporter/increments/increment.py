@@ -160,9 +160,10 @@ class StoredIncrement(Struct, frozen=True):
             if table.name in names:
                 yield KeyedChange(KeyedRows(table.name, rows.keys, rows.values), rows.removed)
 
-    def key_counts(self) -> Counter[str]:
-        """Return the number of changed rows of each table by keys, by name, from the manifest alone."""
-        return Counter({table.name: table.rows for table in self.increment.tables})
+    def row_counts(self) -> Counter[str]:
+        """Return the number of changed rows of each table, by numbers or keys, from the manifest alone."""
+        by_number = {each.variable.name: each.rows for each in self.increment.variables if each.is_table}
+        return Counter(by_number | {table.name: table.rows for table in self.increment.tables})
 
     def _listed_catalog(self) -> Catalog:
         """Read the bundle's catalog; CorruptFile if it has a tensor that the manifest does not list.

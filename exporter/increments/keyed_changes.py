@@ -55,5 +55,5 @@ def keys_to_come(catalog: Catalog) -> Counter[str]:
         increments.append(newest)
     found: Counter[str] = Counter()
     for each in increments:
-        found.update(each.key_counts())
+        found.update(each.row_counts())
     return found

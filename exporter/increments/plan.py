@@ -44,8 +44,8 @@ class AnyIncrement(Protocol):
         the increment is damaged or gone.
         """
 
-    def key_counts(self) -> Counter[str]:
-        """Return the number of changed keys of each table by keys, by name, from manifest or index alone."""
+    def row_counts(self) -> Counter[str]:
+        """Return the number of changed rows or keys of each table, by name, from manifest or index alone."""
 
 
 class ChangePlan(Struct, frozen=True):

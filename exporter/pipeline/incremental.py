@@ -187,6 +187,14 @@ class IncrementalPlan(Struct, frozen=True):
         return (*([back] if is_back else []), *([left_out] if abandoned else []))
 
     @property
+    def listed_rows(self) -> int | None:
+        """The number of changed rows of served tables that the increments list, by their manifests alone.
+
+        None if rows have to be compared. A row that several increments list counts several times.
+        """
+        return self.trainer.listed_rows(self.log.base.entry.mapping_spec)
+
+    @property
     def step(self) -> int | None:
         """The training step at the end of the next delta; None if the checkpoint does not record steps."""
         return self.trainer.step

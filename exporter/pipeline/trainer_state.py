@@ -80,6 +80,19 @@ class TrainerState(Struct, frozen=True):
         self.archive.require_same_files()
         return replace(self, catalog=written, mapping=self.mapping.over(written), archive=None)
 
+    def listed_rows(self, spec: MappingSpec) -> int | None:
+        """Return how many changed rows of tables in the base's mapping `spec` the plan's increments list.
+
+        No file is read. A row that several increments list counts several times. None if rows are compared
+        instead.
+        """
+        if not self.plan.is_known:
+            return None
+        served = {source.tensor.name for source in self.mapping.sources}
+        served |= {spec.trained_name(table) for table in spec.dynamic}
+        counts = [each.row_counts() for each in self.plan.increments]
+        return sum(found[name] for found in counts for name in served)
+
     def layers(self) -> tuple[Changes, ...]:
         """Return the plan's increments as changes of served variables, oldest first, every checksum verified.
 

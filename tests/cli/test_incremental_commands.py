@@ -82,6 +82,19 @@ def test_a_dry_run_writes_nothing_and_agrees_with_the_run(setting: Log) -> None:
     assert dry.pop("dry_run") is True
     assert (dry.pop("status"), real["status"]) == ("planned", "published")
     assert dry == {key: real[key] for key in dry}
+    assert dry["listed_rows"] == real["rows"]
+
+
+def test_a_dry_run_says_how_many_rows_or_why_it_does_not_know(
+    setting: Log,
+) -> None:
+    arguments = ("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--dry-run")
+    assert "\nrows          8, listed by 1 increment\n" in export_model(*arguments).out
+    shutil.rmtree(setting.train / "increments")
+    shown = export_model(*arguments)
+    assert shown.code == 0, shown.err
+    assert "rows          not known: a dry run does not compare them\n" in shown.out
+    assert setting.export("--dry-run").document["listed_rows"] is None
 
 
 def test_people_read_lines(setting: Log) -> None:

@@ -181,6 +181,19 @@ def test_a_publication_is_one_line(ranker: Path, ranker_graph: Path, tmp_path: P
     assert re.fullmatch(rf"\S+Z {tmp_path}/m/20: 6 variables, 443.8 KiB, in \d+\.\d\d s\n", ran.out)
 
 
+def test_a_watch_says_once_whom_it_notifies_and_each_failure(tmp_path: Path) -> None:
+    trainer = followed(tmp_path)
+    trainer.train()
+    trainer.step = 20
+    trainer.increment()
+    gone = "127.0.0.1:9"
+    options = ["--ckpt-dir", tmp_path / "train", "--out", tmp_path / "model", "--incr", "--watch"]
+    ran = export_model(*options, "--notify", gone, "--until", "step=20")
+    assert ran.code == 0, ran.err
+    assert ran.err.count(f"each delta is announced to {gone}\n") == 1
+    assert f"{gone} did not take it: UNAVAILABLE" in ran.err
+
+
 def test_deltas_are_a_line_each_and_ctrl_c_is_no_error(tmp_path: Path) -> None:
     trainer, model = followed(tmp_path, serving=Serving(parts=2, cast=True), parts=3), tmp_path / "model"
     command = [sys.executable, "-m", "exporter", "--ckpt-dir", str(tmp_path / "train"), "--out", str(model)]

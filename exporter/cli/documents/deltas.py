@@ -33,6 +33,9 @@ class DeltaPlan(Struct, frozen=True, kw_only=True):
     """The training step of its values."""
     increments: Sequence[str]
     """The trainer's increments that it is made of."""
+    listed_rows: int | None
+    """Rows of served tables that these increments list; one that several list counts as often. Null: rows
+    are compared."""
     compares: bool
     """True if every row of two checkpoints is compared, because nothing says what changed."""
     why: str
