@@ -401,9 +401,11 @@ def serve_model(own_version: VersionOption = False) -> None:
 def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Return the arguments with TensorFlow Serving's flags for `run` replaced, and notes on ignored flags.
 
-    Arguments of other commands are unchanged, without notes. UsageError for a flag that is not supported, or
-    whose value is missing or wrong.
+    `help [COMMAND]` becomes `[COMMAND] --help`. Arguments of other commands are unchanged, without notes.
+    UsageError for a flag that is not supported, or whose value is missing or wrong.
     """
+    if arguments[:1] == ["help"]:
+        return [*arguments[1:], "--help"], []
     if arguments[:1] != ["run"]:
         return arguments, []
     from serving.stock_flags import translate
@@ -422,6 +424,10 @@ def _print(sink: Output, document: Struct, line: str, *, is_done: bool = False) 
 
 
 _FROM_STDIN = "the request itself goes to standard input: echo '...' | serve-model predict ... --json-input -"
+_EACH_LINE = (
+    "send each line: while read -r line; do printf '%s\\n' \"$line\" | "
+    "serve-model predict ... --json-input -; done < {}"
+)
 
 
 def _content(path: Path) -> str:
@@ -452,6 +458,11 @@ def _request(source: str) -> dict[str, Any]:
             hint=_FROM_STDIN if source.lstrip().startswith("{") else "name a file: --json-input FILE",
         ) from error
     except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and error.lineno > 1:
+            each = _EACH_LINE.format("FILE" if source == "-" else quoted(source))
+            raise _bad_request(
+                source, "it has several lines of JSON: predict sends one request", each
+            ) from error
         raise _bad_request(source, error) from error
     if not isinstance(document, dict):
         raise _bad_request(source, f"expected an object, found a {type(document).__name__}")

@@ -433,7 +433,7 @@ CHECKS = "Checks"
 DELTAS = "Deltas"
 FOLLOWING = "Following training"
 WORK = "Work on many bytes"
-SIGNATURES = "Signatures"
+SIGNED = "Signing"
 HEADINGS = {
     PLACES: "places",
     SERVED: "model",
@@ -444,7 +444,7 @@ HEADINGS = {
     DELTAS: "deltas",
     FOLLOWING: "watch",
     WORK: "jobs",
-    SIGNATURES: "keys",
+    SIGNED: "keys",
 }
 """In the order of `--help-all`; each with its topic, by which `export-model help` knows it."""
 
@@ -517,7 +517,7 @@ def _path_or_url(option: str, text: str) -> str:
     return local_name(option, text) if Url.parse(text) is None else text
 
 
-_places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work, _signatures = (
+_places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work, _signed = (
     partial(Option, heading=heading) for heading in HEADINGS
 )
 _OF_BASES: Mapping[str, Any] = {"heading": DELTAS, "goes_with": "--incr or --new-base"}
@@ -638,11 +638,11 @@ class Signing(_Limited, frozen=True, repr_omit_defaults=True):
 
     sign_key: Annotated[
         str | None,
-        _signatures("Sign what is published with this Ed25519 key (PEM).", metavar="FILE|env:NAME"),
+        _signed("Sign what is published with this Ed25519 key (PEM).", metavar="FILE|env:NAME"),
     ] = None
     signed_as: Annotated[
         str | None,
-        _signatures(
+        _signed(
             "The model's name in signatures; with @ID the model of that identity alone.",
             metavar="NAME[@ID]",
             default="the last part of its path or URL",
@@ -651,14 +651,14 @@ class Signing(_Limited, frozen=True, repr_omit_defaults=True):
     ] = None
     trust: Annotated[
         tuple[Path, ...],
-        _signatures(
+        _signed(
             "In a store, build on what this public key (PEM) has signed, too. Repeatable.",
             metavar="FILE",
             goes_with="--sign-key",
         ),
     ] = ()
     unsigned: Annotated[
-        bool, _signatures("Publish without a key, though what is published so far is signed.")
+        bool, _signed("Publish without a key, though what is published so far is signed.")
     ] = False
 
 
@@ -671,13 +671,13 @@ class Trusting(_Limited, frozen=True, repr_omit_defaults=True):
 
     trust: Annotated[
         tuple[Path, ...],
-        _signatures(
+        _signed(
             "Take nothing but what this public key (PEM, of Ed25519) has signed. Repeatable.", metavar="FILE"
         ),
     ] = ()
     signed_as: Annotated[
         str | None,
-        _signatures(
+        _signed(
             "The model's name in signatures; with @ID the model of that identity alone.",
             metavar="NAME[@ID]",
             default="the last part of its path or URL",

@@ -48,6 +48,11 @@ def test_help_is_short() -> None:
     assert all(topic in lines[-2] + lines[-1] for topic in HEADINGS.values())
     for arguments in (["export", "--help"], ["help"], ["-h"]):
         assert export_model(*arguments).out == ran.out
+    for command in ((), ("run",), ("predict",)):
+        assert (
+            run_app(serving_cli.app, "help", *command).out == run_app(serving_cli.app, *command, "--help").out
+        )
+    assert "serve-model status" in run_app(serving_cli.app, "help", "statsu").err
 
 
 def test_the_help_of_servers_is_short_too() -> None:
@@ -118,6 +123,7 @@ def test_every_option_stands_in_its_group() -> None:
     assert set().union(*found.values()) == names - {"V"}
     own = {"json", "quiet", "debug", "help", "help-all", "install-completion", "show-completion"}
     assert found["Options"] == own, "a new option needs a group"
+    assert {"sign-key", "trust"} <= found["Signing"], "Signatures are a model's"
     assert found["Checks"] == {"verify", "tolerance", "golden", "dry-run"}
 
 

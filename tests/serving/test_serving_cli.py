@@ -455,6 +455,12 @@ def test_predict_from_a_file(server: ModelServer, tmp_path: Path) -> None:
         ("{", (), 2, "error: standard input is not a request of the REST interface"),
         ("[" * 100_000, (), 2, "error: standard input is not a request"),
         ("[1]", (), 2, "expected an object, found a list"),
+        (
+            '{"instances": []}\n{"instances": []}\n',
+            (),
+            2,
+            "while read -r line; do printf '%s\\n' \"$line\" | ",
+        ),
         ("{}", (), 2, "expected either the key 'instances' (rows) or the key 'inputs' (columns)"),
         ({"instances": [[1, 2], [3]]}, (), 2, "expected a list of 2"),
         ({"examples": [{"x": 1.0}]}, (), 2, "expected either the key 'instances'"),
