@@ -87,7 +87,7 @@ def whole_command(lab: Lab) -> Iterator[Row]:
     """From the command to a published base, TensorFlow's import among it."""
     count = max(_sizes(lab))
     directory = _prepared(lab, count)
-    arguments = ("--ckpt-dir", directory / "train", "--model", f"{directory}/builder.py:model", "--again")
+    arguments = ("--ckpt-dir", directory / "train", "--model", f"{directory}/builder.py:model")
     (done,) = lab.side_by_side(
         lambda: command(sys.executable, "-m", "exporter", *arguments, "--out", lab.fresh("tables-built")),
         repeats=1,
