@@ -9,7 +9,8 @@ PyTorch, JAX, a feature store: anything that has arrays. Neither this nor a delt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,23 +81,25 @@ class IncrementWriter:
         then names the new checkpoint as the newest. Its values are not synced to disk.
 
         Raises:
+            UsageError: the step is not a whole number, two tensors have one name, or an array has a type that
+                TensorFlow lacks, or objects that are not strings.
+            ShapeMismatch: a value is not an array, or keys and rows of a table do not belong together.
             TargetNotWritable, DiskFull, PublishError: it, or the record that increments continue from it, was
                 not written, or not completely.
-            ValueError: two tensors have one name, or an array has objects that are not strings.
-            KeyError: an array has a type that TensorFlow lacks.
         """
+        step = _step(step)
+        tensors = _tensors(_named("values", values), _named("tables", tables))
         directory = self._store.ckpt_dir
         prefix = directory / f"model.ckpt-{step}"
         with writing(directory):
             make_directories(directory)
             with BundleWriter(prefix) as bundle:
                 bundle.add("global_step", np.array(step, np.int64))
-                for name, value in values.items():
-                    bundle.add(name, np.asarray(value))
-                for name, (keys, rows) in (tables or {}).items():
-                    bundle.add(f"{name}{KEYS}", np.asarray(keys, np.int64))
-                    bundle.add(f"{name}{VALUES}", np.asarray(rows))
-                    bundle.add(f"{name}{VERSIONS}", NONE)
+                for name, array in tensors:
+                    try:
+                        bundle.add(name, array)
+                    except (KeyError, ValueError) as error:
+                        raise UsageError(f"{name!r} cannot be saved", cause=str(error)) from error
             # The state file last: it may name the checkpoint only once that is complete.
             unfinished = directory / f".{CHECKPOINT_STATE_FILE}-{new_id()}"
             write_durably(unfinished, f'model_checkpoint_path: "{prefix.name}"\n'.encode())
@@ -121,17 +124,19 @@ class IncrementWriter:
         one is logged and left out. Increments that no full checkpoint needs any more are removed.
 
         Raises:
-            UsageError: there is no full checkpoint, the step does not grow, or another writer has begun.
+            UsageError: there is no full checkpoint, the step is not a whole number or does not grow, or
+                another writer has begun.
             MissingTensors: the full checkpoint has no variable or table of this name.
-            ShapeMismatch: values have another shape or dtype, rows do not exist, or a row or key is given
-                twice.
+            ShapeMismatch: values have another shape or dtype, rows do not exist, a row or key is given twice,
+                or a change has neither of these forms.
             CorruptFile, UnsupportedFormat: the full checkpoint's tables are damaged, or have rows outside its
                 tensors.
             CheckpointError: the full checkpoint's object graph cannot be read; CheckpointChanged if it has
                 vanished.
             TargetNotWritable, DiskFull, PublishError: nothing was written.
         """
-        tip, gone = self._tip, removed or {}
+        tip, step = self._tip, _step(step)
+        changes, gone = _named("changes", changes), _named("removed", removed)
         if tip is None:
             raise UsageError(
                 f"there is no full checkpoint in {self._store.ckpt_dir}",
@@ -173,6 +178,21 @@ class IncrementWriter:
         self._tip, self._catalog = tip, read_catalog(full.prefix)
 
 
+def _tensors(values: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
+    """Yield the tensors of a full checkpoint by name, each converted to an array when it is its turn.
+
+    While iterating, raises ShapeMismatch if a value is not an array, or keys and rows of a table do not
+    belong together.
+    """
+    for name, value in values.items():
+        yield name, _array(value, name)
+    for name, value in tables.items():
+        keys, rows = _pair(value, name, "keys")
+        if rows.ndim != 2 or len(rows) != len(keys):
+            raise _misfit(rows, name, f"[{len(keys)}, n] for these keys")
+        yield from ((f"{name}{KEYS}", keys), (f"{name}{VALUES}", rows), (f"{name}{VERSIONS}", NONE))
+
+
 def _write_variable(bundle: Bundle, catalog: Catalog, name: str, change: Change) -> Document | None:
     ref = catalog.tensors.get(name)
     if ref is None:
@@ -181,20 +201,24 @@ def _write_variable(bundle: Bundle, catalog: Catalog, name: str, change: Change)
     if not isinstance(change, tuple):
         bundle.add(f"{name}/value", _as(change, ref.dtype.numpy, ref.shape, name)[np.newaxis, ...])
         return {**document, "kind": "dense", "rows": 1}
-    ids, at = np.unique(np.asarray(change[0], np.int64), return_index=True)
-    if len(ids) < len(change[0]) or (len(ids) and not 0 <= ids[0] <= ids[-1] < ref.shape[0]):
+    given_ids, given_rows = _pair(change, name, "ids")
+    if not ref.shape:
+        raise ShapeMismatch(f"{name!r} is a single value and has no rows: give the value as a whole")
+    ids, at = np.unique(given_ids, return_index=True)
+    if len(ids) < len(given_ids) or (len(ids) and not 0 <= ids[0] <= ids[-1] < ref.shape[0]):
         raise ShapeMismatch(f"the ids of {name!r} are not distinct rows of {list(ref.shape)}")
     if not len(ids):
         return None
-    rows = _as(change[1], ref.dtype.numpy, (len(ids), *ref.shape[1:]), name)
+    rows = _as(given_rows, ref.dtype.numpy, (len(ids), *ref.shape[1:]), name)
     bundle.add(f"{name}/ids", ids)
     bundle.add(f"{name}/values", rows[at])
     return {**document, "kind": "table", "rows": len(ids)}
 
 
 def _write_table(bundle: Bundle, table: EmbeddingVariable, change: Change, removed: Array) -> Document:
-    keys, rows = change if change is not None else (NONE, np.empty((0, table.dim), table.value_dtype.numpy))
-    keys, gone = np.asarray(keys, np.int64), np.unique(np.asarray(removed, np.int64))
+    none = NONE, np.empty((0, table.dim), table.value_dtype.numpy)
+    keys, rows = none if change is None else _pair(change, table.name, "keys")
+    gone = np.unique(_integers(removed, table.name, "removed keys"))
     if len(np.unique(keys)) < len(keys):
         raise ShapeMismatch(f"a key of {table.name!r} is there twice")
     rows = _as(rows, table.value_dtype.numpy, (len(keys), table.dim), table.name)
@@ -206,10 +230,58 @@ def _write_table(bundle: Bundle, table: EmbeddingVariable, change: Change, remov
     return dict(to_builtins(found))
 
 
-def _as(value: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Array:
-    found = np.asarray(value)
-    if found.shape != shape or found.dtype != dtype:
+def _named(argument: str, found: Any) -> Mapping[str, Any]:
+    """Return an argument's mapping from names to arrays, empty for None; UsageError for anything else."""
+    if found is not None and not isinstance(found, Mapping):
+        raise given.wrong(argument, found, "a dict of arrays by name", f'{argument}={{"name": ...}}')
+    return found or {}
+
+
+def _step(step: Any) -> int:
+    """Return a training step as an int; UsageError if it is not a whole number."""
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise given.wrong("step", step, "a whole number", "step=100") from None
+
+
+def _pair(change: Any, name: str, what: str) -> tuple[Array, Array]:
+    """Return the row numbers or keys (int64 [n]) and the rows of `name`; ShapeMismatch if it is not a pair.
+
+    `what` is the word for the former, for errors.
+    """
+    if not isinstance(change, tuple | list) or len(change) != 2:
+        count = f" of {len(change)}" if isinstance(change, tuple | list) else ""
         raise ShapeMismatch(
-            f"the values of {name!r} are {found.dtype}{list(found.shape)}, expected {dtype}{list(shape)}"
+            f"what is given for {name!r} is a {type(change).__name__}{count}, expected ({what}, rows)"
         )
+    return _integers(change[0], name, what), _array(change[1], name)
+
+
+def _integers(value: Any, name: str, what: str) -> Array:
+    """Return whole numbers as int64 [n]; ShapeMismatch, which calls them `what` of `name`, for others."""
+    found = _array(value, name)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ShapeMismatch(
+            f"the {what} of {name!r} are {found.dtype}{list(found.shape)}, expected whole numbers [n]"
+        )
+    return found.astype(np.int64, copy=False)
+
+
+def _array(value: Any, name: str) -> Array:
+    """Return a value as an array; ShapeMismatch, which names `name`, if numpy cannot make one of it."""
+    try:
+        return np.asarray(value)
+    except (RuntimeError, TypeError, ValueError) as error:  # lists of several lengths, tensors of a GPU
+        raise ShapeMismatch(f"the values of {name!r} are not an array", cause=str(error)) from error
+
+
+def _as(value: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Array:
+    found = _array(value, name)
+    if found.shape != shape or found.dtype != dtype:
+        raise _misfit(found, name, f"{dtype}{list(shape)}")
     return found
+
+
+def _misfit(found: Array, name: str, expected: str) -> ShapeMismatch:
+    return ShapeMismatch(f"the values of {name!r} are {found.dtype}{list(found.shape)}, expected {expected}")

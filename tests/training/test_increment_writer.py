@@ -127,6 +127,19 @@ WRONG: dict[str, tuple[type[ExportError], dict[str, Any]]] = {
     "negative": (ShapeMismatch, {"changes": {"t": (np.array([-1]), np.zeros((1, 2), np.float32))}}),
     "width": (ShapeMismatch, {"changes": {"t": (np.array([1]), np.zeros((1, 3), np.float32))}}),
     "dtype": (ShapeMismatch, {"changes": {"t": np.zeros((9, 2))}}),
+    "ids alone": (ShapeMismatch, {"changes": {"t": (np.array([1]),)}}),
+    "ids in two dimensions": (ShapeMismatch, {"changes": {"t": (np.array([[1], [2]]), np.zeros((2, 2)))}}),
+    "one id": (ShapeMismatch, {"changes": {"t": (1, np.zeros((1, 2), np.float32))}}),
+    "fractions": (ShapeMismatch, {"changes": {"t": (np.array([1.5]), np.zeros((1, 2), np.float32))}}),
+    "ragged": (ShapeMismatch, {"changes": {"t": [[1.0], [1.0, 2.0]]}}),
+    "rows of a single value": (ShapeMismatch, {"changes": {"s": (np.array([0]), np.zeros(1, np.float32))}}),
+    "keys alone": (ShapeMismatch, {"changes": {"u": np.array([1])}}),
+    "keys in two dimensions": (ShapeMismatch, {"changes": {"u": ([[1], [2]], np.zeros((2, 3), np.float32))}}),
+    "removed key": (ShapeMismatch, {"changes": {}, "removed": {"u": 7}}),
+    "removed fractions": (ShapeMismatch, {"changes": {}, "removed": {"u": [1.5]}}),
+    "removed without names": (UsageError, {"changes": {}, "removed": np.array([1, 2])}),
+    "changes without names": (UsageError, {"changes": [("t", np.zeros((9, 2), np.float32))]}),
+    "half a step": (UsageError, {"step": 6.5, "changes": {}}),
     "step": (UsageError, {"step": 5, "changes": {"t": np.zeros((9, 2), np.float32)}}),
 }
 
@@ -137,11 +150,34 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path, cas
     writer = IncrementWriter(tmp_path)
     with pytest.raises(UsageError, match="no full checkpoint"):
         writer.write(1, {})
-    writer.save(5, {"t": np.zeros((9, 2), np.float32)})
+    values = {"t": np.zeros((9, 2), np.float32), "s": np.float32(1)}
+    writer.save(5, values, {"u": ([7], np.zeros((1, 3), np.float32))})
     with pytest.raises(error):
         writer.write(**{"step": 6, **arguments})
     assert read_history(tmp_path).increments == ()
     assert writer.write(6, {"t": np.ones((9, 2), np.float32)}) is not None
+
+
+UNSAVED: dict[str, tuple[type[ExportError], dict[str, Any]]] = {
+    "step": (UsageError, {"step": 1.5, "values": {}}),
+    "no names": (UsageError, {"values": [np.zeros(2)]}),
+    "ragged": (ShapeMismatch, {"values": {"t": [[1.0], [1.0, 2.0]]}}),
+    "dtype": (UsageError, {"values": {"t": np.zeros(2, "datetime64[s]")}}),
+    "objects": (UsageError, {"values": {"t": np.array([{}])}}),
+    "step twice": (UsageError, {"values": {"global_step": np.int64(1)}}),
+    "no rows": (ShapeMismatch, {"values": {}, "tables": {"u": np.array([1])}}),
+    "fewer rows": (ShapeMismatch, {"values": {}, "tables": {"u": ([1, 2], np.zeros((1, 3), np.float32))}}),
+    "flat rows": (ShapeMismatch, {"values": {}, "tables": {"u": ([1, 2], np.zeros(2, np.float32))}}),
+    "twice": (UsageError, {"values": {"u-keys": [1]}, "tables": {"u": ([1], np.zeros((1, 3), np.float32))}}),
+}
+
+
+@pytest.mark.parametrize("case", UNSAVED)
+def test_what_cannot_be_saved_is_refused_and_leaves_no_checkpoint(tmp_path: Path, case: str) -> None:
+    error, arguments = UNSAVED[case]
+    with pytest.raises(error):
+        IncrementWriter(tmp_path).save(**{"step": 1, **arguments})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_of_two_writers_the_first_ends(tmp_path: Path) -> None:
