@@ -315,7 +315,7 @@ class Exports:
         started; both get outcomes, as failures.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._thread is None, seconds):
+            if not self._changed.wait_for(lambda: self._thread is None, min(seconds, threading.TIMEOUT_MAX)):
                 log.error("export: not done after %g s, stopping it", seconds)
                 self._abandon(seconds)
         return self.outcomes[-1] if self.outcomes else None
@@ -515,10 +515,13 @@ class ExportArguments(Struct, frozen=True):
 def _typed(what: Any) -> list[str]:
     """Return the arguments `what` as texts; empty if it is neither a tuple nor a list.
 
-    Elements that are neither text nor path are left out.
+    UsageError for an element that is neither text nor path.
     """
     texts = what if isinstance(what, tuple | list) else ()
-    return [os.fspath(text) for text in texts if isinstance(text, str | os.PathLike)]
+    for at, text in enumerate(texts):
+        if not isinstance(text, str | os.PathLike):
+            raise given.wrong(f"what[{at}]", text, "a string or a path", f'as it is typed: "{text}"')
+    return [os.fspath(text) for text in texts]
 
 
 def _check_out(typed: Sequence[str]) -> None:

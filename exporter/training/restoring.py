@@ -17,7 +17,7 @@ from exporter.storage.local_paths import trained_path
 from exporter.tables.trainable_table import trainable_tables
 from exporter.training import trainer_side
 from exporter.training.keyed import TableAccess, table_access
-from exporter.training.session_hook import named
+from exporter.training.session_hook import named, require_session
 from exporter.training.store import CatalogSource, Store
 from exporter.training.trainer_side import (
     SCOPE,
@@ -151,8 +151,8 @@ def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
     `IncrementHook(incremental_save_restore=True)` does not need this.
 
     Raises:
-        UsageError: the graph is finalized, or has a variable that increments cannot hold; or `ckpt_dir` is
-            not a path of this machine.
+        UsageError: the graph is finalized, or has a variable that increments cannot hold; or `session` is not
+            a session, or `ckpt_dir` not a path of this machine.
         MissingTensors, ShapeMismatch: an increment does not fit the graph's variables.
         CorruptFile, UnsupportedFormat: an increment is damaged, or of another version.
         CheckpointError: an increment cannot be read. In all these cases no variable was changed, unless an
@@ -160,6 +160,7 @@ def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
     """
     import tensorflow as tf
 
+    require_session(session)
     store = Store(given.place("ckpt_dir", ckpt_dir, trained_path))
     newest = store.newest_full()
     if newest is None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from exporter.errors import UsageError
+from exporter.options import given
 from exporter.terminal.tensorflow_import import said_by_name
 from exporter.training import trainer_side
 
@@ -34,6 +35,14 @@ def named() -> Iterator[None]:
         yield
     except trainer_side.Refused as error:
         raise UsageError(error.message, cause=error.cause, hint=error.hint) from error
+
+
+def require_session(session: Any) -> None:
+    """Raise UsageError if the argument `session` is not a session of TensorFlow."""
+    if not hasattr(session, "graph") or not hasattr(session, "run"):
+        raise given.wrong(
+            "session", session, "a session of TensorFlow", "with tf.compat.v1.Session() as session:"
+        )
 
 
 def naming(*methods: str) -> Callable[[type], type]:

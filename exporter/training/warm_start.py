@@ -32,6 +32,7 @@ from exporter.mapping.mapping_rules import MappingRules, RenameRule
 from exporter.mapping.partial import Fit, PartialMapping, fit_partly
 from exporter.options import given
 from exporter.storage.local_paths import checkpoint_path
+from exporter.training.session_hook import require_session
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
@@ -101,13 +102,17 @@ def load_checkpoint(
     Raises:
         MissingTensors: nothing fits at all.
         AmbiguousRename: two rules disagree on a variable.
-        UsageError: the model has no variables yet, a rule does not parse, `object_path` names no object, or
-            `checkpoint` is neither a path nor the URL of a store.
+        UsageError: `target` is none of these, or `session` not a session; the model has no variables yet, a
+            rule does not parse, `object_path` names no object, or `checkpoint` is neither a path nor the URL
+            of a store.
         CheckpointError: the checkpoint cannot be read. In each of these cases nothing was loaded, except if a
             tensor's bytes are damaged: that is found when it is loaded, after others.
     """
+    if session is not None:
+        require_session(session)
     catalog = open_checkpoint(given.place("checkpoint", checkpoint, checkpoint_path))
-    rules = MappingRules(renames=tuple(map(RenameRule.parse, renames)), object_path=object_path)
+    listed = [renames] if isinstance(renames, str) else renames
+    rules = MappingRules(renames=tuple(map(RenameRule.parse, listed)), object_path=object_path)
     found = _eager_target(target) if session is None else _graph_target(target, session.graph)
     if not found.variables:
         raise UsageError("there are no variables to load", hint="build the model first: model.build(...)")
@@ -155,9 +160,9 @@ def _graph_target(variables: Iterable[Variable] | None, graph: Any) -> _Target:
         with graph.as_default():
             step = v1.train.get_global_step()
             variables = [variable for variable in v1.global_variables() if variable is not step]
-    given = [*variables]
-    described = tuple(_of_graph(variable) for variable in given)
-    nodes = {item.node: variable for item, variable in zip(described, given, strict=True)}
+    listed = _variables_in(variables)
+    described = tuple(_of_graph(variable) for variable in listed)
+    nodes = {item.node: variable for item, variable in zip(described, listed, strict=True)}
     return _Target(_graph(described), nodes)
 
 
@@ -177,7 +182,7 @@ def _eager_target(target: Any) -> _Target:
 
     is_keras = hasattr(target, "weights") and hasattr(target, "layers")
     listed = getattr(target, "weights" if is_keras else "variables", target)
-    nodes = {_node(variable): variable for variable in listed}
+    nodes = {_node(variable): variable for variable in _variables_in(listed)}
     if not is_keras and not isinstance(target, tf.Module):
         names = {node: _name(variable) for node, variable in nodes.items()}
         return _Target(_graph(_described(nodes, names)), nodes)
@@ -193,6 +198,18 @@ def _eager_target(target: Any) -> _Target:
     classes = {type(item).__name__ for item in tf.train.TrackableView(target).descendants()}
     graph = InferenceGraph("", protos.MetaGraphDef(), described, objects=view.objects, layers=layers)
     return _Target(graph, nodes, frozenset(map(_snake_case, classes)))
+
+
+def _variables_in(target: Any) -> list[Variable]:
+    """Return the variables in an iterable; UsageError if it is not one, or has other objects."""
+    try:
+        listed = [*target]
+    except TypeError:
+        listed = [None]
+    if not all(hasattr(each, "assign") for each in listed):
+        hint = "load_checkpoint(model, checkpoint), or with session=: load_checkpoint(None, checkpoint, ...)"
+        raise given.wrong("target", target, "a model, a tf.Module or a list of variables", hint)
+    return listed
 
 
 def _described(

@@ -315,6 +315,8 @@ def test_restoring_outside_a_monitored_session(tmp_path: Path) -> None:
         saver = v1.train.Saver()
         with v1.Session() as session:
             saver.restore(session, str(tmp_path / "model.ckpt-0"))
+            with pytest.raises(UsageError, match="session=None: expected a session"):
+                restore_increments(None, tmp_path)
             assert restore_increments(session, tmp_path) == 14
             saver.save(session, str(tmp_path / "again"), write_state=False)
             v1.get_default_graph().finalize()

@@ -179,6 +179,22 @@ def test_a_model_that_is_not_built_is_refused(tmp_path: Path) -> None:
         load_checkpoint(keras.Sequential([keras.layers.Dense(1)]), path)
 
 
+@pytest.mark.parametrize(
+    "target",
+    [None, "model", 3, [np.zeros(2)], tf.constant([1.0]), keras.layers.Dense],
+    ids=["none", "text", "number", "arrays", "tensor", "class"],
+)
+def test_what_holds_no_variables_is_no_target(tmp_path: Path, target: Any) -> None:
+    path = save(tower(keras), tmp_path / "c", "checkpoint")
+    with pytest.raises(UsageError, match=r"^target=.*: expected a model, a tf.Module or a list of variables"):
+        load_checkpoint(target, path)
+    with pytest.raises(UsageError, match=r"^session="):
+        load_checkpoint(None, path, session="session")
+    if target is not None:
+        with tf.Graph().as_default(), v1.Session() as session, pytest.raises(UsageError, match=r"^target="):
+            load_checkpoint(target, path, session=session)
+
+
 def test_another_precision_is_not_loaded(tmp_path: Path) -> None:
     path = Path(
         tf.train.Checkpoint(a=tf.Variable(1.0, name="a"), b=tf.Variable(2.0, name="b")).write(
