@@ -111,12 +111,10 @@ class FileRange(Struct, frozen=True):
         here.
         """
         with self.open() as descriptor:
-            done = 0
-            for chunk in chunks_of(descriptor, self.offset, self.size):
-                done += len(chunk)
-                yield chunk
-            if done != self.size:
-                raise CheckpointChanged(f"{self.path} became shorter after it was read")
+            try:
+                yield from chunks_of(descriptor, self.offset, self.size)
+            except EOFError:
+                raise CheckpointChanged(f"{self.path} became shorter after it was read") from None
 
     def read(self) -> bytes:
         """Return all bytes at once, which is for small ranges.

@@ -81,7 +81,7 @@ def checked_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) 
         with _open_extent(catalog, extent) as fd:
             compare_checksum(path, ref.name, extent, mask(crc_of(fd, extent.offset, extent.size)))
             return map_bytes(fd, extent).view(ref.dtype.numpy).reshape(shape)
-    with copy:
+    with copy, reading(path):
         compare_checksum(path, ref.name, extent, mask(crc_of(copy.fileno(), 0, extent.size)))
         return map_range(copy.fileno(), 0, extent.size).view(ref.dtype.numpy).reshape(shape)
 

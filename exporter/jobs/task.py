@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 from msgspec import Struct
 
 from exporter.catalog import Extent
-from exporter.checkpoint.source_shard import open_shard, shard_status
+from exporter.checkpoint.source_shard import open_shard, reading, shard_status
 from exporter.errors import CheckpointChanged, CheckpointError
 from exporter.storage import mirror
 from exporter.storage.files import file_digest, writing
@@ -114,16 +114,16 @@ class Input(Struct, frozen=True, array_like=True):
         return url is not None
 
     def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
-        """Return the plain crc32c of each range, in their order; a range is cut at the end of a file.
+        """Return the plain crc32c of each range, in their order.
 
         Objects are read without a copy; `scratch` is a directory for a file of zeros. CheckpointChanged if
-        the input is not as planned, CheckpointError or OSError if it cannot be read, PublishError or DiskFull
-        if a file of zeros cannot be written, UsageError if the library that reads stores is not installed on
-        this machine.
+        the input is not as planned, or ends before a range does; CheckpointError if it cannot be read,
+        PublishError or DiskFull if a file of zeros cannot be written, UsageError if the library that reads
+        stores is not installed on this machine.
         """
         url = Url.parse(self.place)
         if url is None:
-            with self.file(ranges, scratch) as path, open_shard(path) as descriptor:
+            with self.file(ranges, scratch) as path, open_shard(path) as descriptor, reading(path):
                 return [crc_of(descriptor, each.offset, each.size) for each in ranges]
         asked = [(each.offset, each.offset + each.size) for each in ranges]
         return _reader(url.scheme, url.bucket).checksums(self._object(url), asked)

@@ -419,15 +419,16 @@ def _copy(piece: WrittenPart, path: Path, descriptor: int, run: WrittenRun) -> N
     Raises CheckpointChanged if the object at `path` became shorter, CorruptFile if it differs from what the
     task wrote, OSError if reading or writing fails.
     """
-    crc = done = 0
-    for chunk in chunks_of(descriptor, piece.offset, piece.size):
-        run.put(data := np.frombuffer(chunk, np.uint8))
-        crc, done = extend(crc, data), done + len(chunk)
-    if done != piece.size:
-        raise CheckpointChanged(f"{path} became shorter after it was written")
+    crc = 0
+    try:
+        for chunk in chunks_of(descriptor, piece.offset, piece.size):
+            run.put(data := np.frombuffer(chunk, np.uint8))
+            crc = extend(crc, data)
+    except EOFError:
+        raise CheckpointChanged(f"{path} became shorter after it was written") from None
     if crc != piece.crc:  # without this, the new shard's own checksum would confirm the damage
         raise CorruptFile(f"{path} is damaged: it is not what a task of the job wrote")
-    run.crc = combine(run.crc, crc, done)
+    run.crc = combine(run.crc, crc, piece.size)
 
 
 def _written(

@@ -37,10 +37,7 @@ _Piece = tuple[Stored, Range]  # a range of a stored run; its input is the numbe
 
 
 class Checksum(Task, frozen=True, kw_only=True):
-    """A task that reads ranges; its receipt has the checksum of each. It has no output.
-
-    A range is cut at the end of its file.
-    """
+    """A task that reads ranges; its receipt has the checksum of each. It has no output."""
 
     operation: ClassVar[str] = "checksum"
 
@@ -50,7 +47,7 @@ class Checksum(Task, frozen=True, kw_only=True):
         """Read the ranges of every input; return a receipt with the plain crc32c of each range.
 
         The checksums are in the order of `ranges`. Nothing is written but scratch files in `directory`.
-        Raises CheckpointChanged if an input is not as planned, CheckpointError or OSError if it cannot be
+        Raises CheckpointChanged if an input is not as planned or too short, CheckpointError if it cannot be
         read, DiskFull or PublishError if a scratch file cannot be written.
         """
         crcs = [0] * len(self.ranges)

@@ -5,6 +5,7 @@ Source of the mask: tensorflow/core/lib/hash/crc32c.h (rotate right by 15 bits, 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -66,24 +67,31 @@ def masked_crc(data: bytes) -> int:
     return mask(extend(0, data))
 
 
-def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
-    """Yield `size` bytes of an open file from `offset`, in chunks of 1 MiB; fewer if the file ends.
+class EndsEarly(EOFError, OSError):
+    """A file ends before the bytes that are asked for: it was cut while it was read."""
 
-    OSError if reading fails.
+    def __init__(self, end: int) -> None:
+        super().__init__(errno.EIO, f"it ends before byte {end}")
+
+
+def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
+    """Yield `size` bytes of an open file from `offset`, in chunks of 1 MiB.
+
+    EndsEarly if the file ends earlier, OSError if reading fails: both after the chunks before.
     """
     end = offset + size
     while offset < end:
         chunk = os.pread(fd, min(CHUNK, end - offset), offset)
         if not chunk:
-            return
+            raise EndsEarly(end)
         offset += len(chunk)
         yield chunk
 
 
 def crc_of(fd: int, offset: int, size: int) -> int:
-    """Return the plain crc32c of `size` bytes of an open file from `offset`; of fewer if the file ends.
+    """Return the plain crc32c of `size` bytes of an open file from `offset`.
 
-    OSError if reading fails.
+    EndsEarly if the file ends earlier, OSError if reading fails.
     """
     import numpy as np  # late: an index is read without it
 
@@ -92,7 +100,7 @@ def crc_of(fd: int, offset: int, size: int) -> int:
     while offset < end:
         count = os.preadv(fd, [buffer.data[: end - offset]], offset)
         if not count:
-            break
+            raise EndsEarly(end)
         crc = extend(crc, buffer[:count])
         offset += count
     return crc
@@ -101,13 +109,13 @@ def crc_of(fd: int, offset: int, size: int) -> int:
 def read_into(fd: int, offset: int, buffer: Bytes, crc: int = 0) -> int:
     """Fill a buffer from an open file, from `offset`; return `crc` (plain) extended by its bytes.
 
-    EOFError if the file ends earlier, OSError if reading fails.
+    EndsEarly if the file ends earlier, OSError if reading fails.
     """
     position = 0
     while position < len(buffer):
         count = os.preadv(fd, [buffer.data[position : position + CHUNK]], offset + position)
         if not count:
-            raise EOFError(f"the file ends before byte {offset + len(buffer)}")
+            raise EndsEarly(offset + len(buffer))
         crc = extend(crc, buffer[position : position + count])  # while the bytes are in a core's cache
         position += count
     return crc

@@ -15,12 +15,14 @@ from msgspec import structs
 
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.errors import Exit, ManifestError, VerificationError
+from exporter.errors import CheckpointChanged, Exit, ManifestError, VerificationError
 from exporter.jobs.runner import LocalEngine, Runner
+from exporter.jobs.task import Input, Range
 from exporter.publish.commit import Staging, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, TensorEntry, tensor_entries
-from exporter.verify.version_files import verify_bytes, verify_files, verify_published
-from exporter.wire.crc32c import combine, extend
+from exporter.storage.output_directory import open_directory
+from exporter.verify.version_files import Checksum, verify_bytes, verify_files, verify_published
+from exporter.wire.crc32c import chunks_of, combine, crc_of, extend
 from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.remote_models import published_log
@@ -254,6 +256,22 @@ def test_bytes_that_are_not_there(tmp_path: Path, damage: Callable[[Path], None]
     damage(catalog.shards[0])
     with pytest.raises(VerificationError, match="data-00000-of-00001"):
         verify_bytes(catalog)
+
+
+@pytest.mark.parametrize("missing", [1, 5000, 1 << 20])
+def test_what_a_file_does_not_hold_has_no_checksum(tmp_path: Path, missing: int) -> None:
+    """Each caller asks for what the file held when it looked, so it was cut in between."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(3 << 19))
+    with path.open("rb") as file:
+        end = (3 << 19) + missing
+        for read in (crc_of, lambda *asked: list(chunks_of(*asked))):
+            with pytest.raises(EOFError, match=f"before byte {end}") as caught:
+                read(file.fileno(), 10, end - 10)
+            assert isinstance(caught.value, OSError), "a caller names the file, as for any other"
+    task = Checksum(name="0", inputs=(Input.of(path),), bytes_=end, ranges=(Range(0, 0, end),))
+    with pytest.raises(CheckpointChanged, match=f"{path} became shorter"):
+        task.run(open_directory(str(tmp_path)))
 
 
 @given(st.lists(st.binary(max_size=200), max_size=5))
