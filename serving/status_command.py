@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from exporter.errors import CallFailed, ServerError
+from exporter.publish.hold import UNREAD
 from exporter.publish.judge import lag, seconds_since
 from exporter.publish.model import Model
 from exporter.publish.served import Served
@@ -245,6 +246,8 @@ def _newest(target: Model | None) -> str:
     if target is None:
         return ""
     held, by = "" if target.hold is None else f", held at {target.hold}", target.held_by
+    if target.is_hold_unread:
+        held = f"; its hold: {UNREAD}"
     if by is not None:
         held += f" ({by.text})"
     return f"; published: position {target.at or 'unknown'}{held}"

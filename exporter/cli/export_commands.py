@@ -116,7 +116,7 @@ def published_already(
 
     made = error.made
     hold, is_newest = hold_in_force(request.out), made.version == made.newest
-    at = None if hold is None else hold.position
+    held = None if hold is None else hold.for_servers()
     document = Document(
         dry_run=dry_run,
         status="nothing_to_do",
@@ -124,17 +124,17 @@ def published_already(
         version=made.version,
         position=made.head.position,
         newest_version=made.newest,
-        hold=at,
+        hold=None if held is None or held.position < 0 else held.position,
         message=error.message,
     )
     lines = [labelled("nothing to do", error.message)]
     if not is_newest:
         lines.append(labelled("newest", f"version {made.newest}; to publish this one again: --again"))
-    if hold is not None and at is not None:
-        place = request.out if hold.by is None else hold.by.place(request.out)
+    if held is not None:
+        place = request.out if held.by is None else held.by.place(request.out)
         until = f"until export-model resume {quoted(place)}"
-        ends = "as far as its canary has approved" if hold.is_canary else until
-        lines.append(labelled("hold", f"at {at}, {ends}"))
+        ends = "as far as its canary has approved" if held.is_canary else until
+        lines.append(labelled("hold", f"{held.said}, {ends}"))
     sink.result(document, lines, is_done=True)
 
 
@@ -408,13 +408,13 @@ def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
 
     Nothing is yielded if a server was notified (`is_told`) and the log is not held.
     """
-    hold = plan.log.hold.position
-    if plan.log.hold.is_canary:
-        yield labelled("hold", f"at {hold}: the agent's canary decides about what lies beyond")
-    elif hold is not None:
-        yield labelled("hold", f"at {hold}: servers go no further until it is lifted")
-        by = plan.log.hold.by
-        place = plan.log.model if by is None else by.place(plan.log.model)
+    held = plan.log.hold.for_servers()
+    if held is not None and held.is_canary:
+        yield labelled("hold", f"at {held.position}: the agent's canary decides about what lies beyond")
+    elif held is not None:
+        further = "" if held.position < 0 else ": servers go no further until it is lifted"
+        yield labelled("hold", f"{held.said}{further}")
+        place = plan.log.model if held.by is None else held.by.place(plan.log.model)
         yield labelled("to lift it", f"export-model resume {quoted(place)}")
     elif not is_told:
         yield labelled("next", f"serve-model update HOST:PORT --model-name {quoted(plan.log.model.name)}")

@@ -108,6 +108,8 @@ def _inspection(found: Inspection, *, tensors: bool) -> tuple[inspections.Inspec
         case BundleView():
             return _bundle_document(found, tensors=tensors), list(_bundle_lines(found))
         case ModelView():
+            from exporter.publish.hold import UNREAD
+
             lines = [line for version in found.versions for line in _bundle_lines(version)]
             model = inspections.ModelInspection(
                 kind="model",
@@ -119,6 +121,7 @@ def _inspection(found: Inspection, *, tensors: bool) -> tuple[inspections.Inspec
                 versions=[_bundle_document(version, tensors=False) for version in found.versions],
             )
             held = "" if found.hold is None else f", held at {found.hold}"
+            held = f"; its hold: {UNREAD}" if found.is_hold_unread else held
             where = f"newest position {found.at or 'unknown'}{held}"
             versions = count(len(found.versions), "version")
             return model, [

@@ -316,6 +316,11 @@ def _history_lines(found: Model, shown: int) -> Iterator[str]:
     yield labelled("model", str(found.path))
     began = f"; its log of deltas began with version {found.current.number}" if found.current else ""
     yield labelled("position", f"{found.at or 'unknown'}{began}")
+    if found.is_hold_unread:
+        from exporter.publish.hold import UNREAD
+
+        yield labelled("hold", UNREAD)
+        yield labelled("to lift it", f"export-model resume {quoted(found.path)}")
     if found.hold is not None:
         waiting = sum(event.is_past_hold for event in found.publications)
         is_canary = found.current is not None and found.current.hold.is_canary

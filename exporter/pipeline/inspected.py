@@ -169,7 +169,7 @@ class ModelView(Struct, frozen=True):
     """A model base path with its versions, newest first.
 
     `at` is the newest position, deltas included; None if it is not known. `tables` are the dynamic tables of
-    its log at that position.
+    its log at that position. `hold` is None without a hold, or if it cannot be read: `is_hold_unread` then.
     """
 
     path: Path
@@ -177,6 +177,7 @@ class ModelView(Struct, frozen=True):
     at: Position | None = None
     hold: int | None = None
     tables: tuple[ServedTableView, ...] = ()
+    is_hold_unread: bool = False
 
 
 Inspection: TypeAlias = CheckpointView | GraphView | BundleView | ModelView

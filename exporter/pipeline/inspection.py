@@ -52,8 +52,11 @@ def inspect(path: Path) -> Inspection:
 
         return inspect_graph(path)
     if bundles := _bundles(path):
-        held = None if (hold := hold_in_force(path)) is None else hold.position
-        return ModelView(path, bundles, _newest_position(path, bundles[0]), held, _tables(path))
+        held = None if (hold := hold_in_force(path)) is None else hold.for_servers()
+        is_unread = held is not None and held.position < 0
+        at = None if held is None or is_unread else held.position
+        newest = _newest_position(path, bundles[0])
+        return ModelView(path, bundles, newest, at, _tables(path), is_hold_unread=is_unread)
     from exporter.checkpoint import open_checkpoint
     from exporter.pipeline.inspect_tables import inspect_checkpoint
 

@@ -53,6 +53,9 @@ LONGEST_HOLD = 64
 LONGEST_DOCUMENT = 1 << 14
 """Most bytes read of a hold's document: it has up to three holds, each with a shortened reason."""
 
+UNREAD = "it cannot be read, and servers follow no delta"
+"""A phrase for people about a hold whose number cannot be read."""
+
 _LONGEST_REASON = 1_000  # in the document: the whole reason is in the manifest of the rollback
 _LOOKS = 3  # a number and its document are read one after the other, and may change in between
 
@@ -196,6 +199,11 @@ class HeldAt(Struct, frozen=True):
     is_canary: bool = False
     by: HeldBy | None = None
     bound: int | None = None
+
+    @property
+    def said(self) -> str:
+        """The position as a phrase for people, `at 900`; or that it cannot be read."""
+        return UNREAD if self.position < 0 else f"at {self.position}"
 
 
 class Hold(Struct, frozen=True):

@@ -434,8 +434,9 @@ class Model(Struct, frozen=True, dict=True):
     """A published model at one time: its `logs` by lineage, the newest first.
 
     `problem` says why it cannot be read; there are no logs then. `hold` is the position that servers do not
-    pass by themselves; None without a hold, or if it cannot be read. `held_by` says who set it; None if that
-    is not known. `versions` are as `version_dirs` lists them, `deltas` those of each log's directory.
+    pass by themselves; None without a hold, or if it cannot be read: `is_hold_unread` then. `held_by` says
+    who set it; None if that is not known. `versions` are as `version_dirs` lists them, `deltas` those of each
+    log's directory.
     """
 
     logs: Mapping[str, Log] = field(default_factory=dict)
@@ -447,6 +448,7 @@ class Model(Struct, frozen=True, dict=True):
     deltas: Mapping[Path, tuple[LogDelta, ...]] = field(default_factory=dict)
     known: _Known = field(default_factory=_Known)
     held_by: HeldBy | None = None
+    is_hold_unread: bool = False
 
     def __repr__(self) -> str:
         if self.problem:
@@ -491,8 +493,9 @@ class Model(Struct, frozen=True, dict=True):
                 place = log_path(path, base.entry.log)
                 logs[lineage] = known.log(base, holds.get(place), deltas.get(place, ()))
         known.forget_all_but(logs)
-        limit, by = (None, None) if held is None or held.position < 0 else (held.position, held.by)
-        return cls(logs, newest.version, "", path, limit, versions, deltas, known, by)
+        is_unread = held is not None and held.position < 0
+        limit, by = (None, None) if held is None or is_unread else (held.position, held.by)
+        return cls(logs, newest.version, "", path, limit, versions, deltas, known, by, is_unread)
 
     @classmethod
     def history(cls, path: Path) -> Model:

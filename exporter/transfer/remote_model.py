@@ -321,7 +321,7 @@ class RemoteModel:
             held = hold_in(files.get(name), files.get(document))
             if held is not None:
                 by = "" if held.by is None else f", {held.by.text}"
-                found.append(f"it is held at {held.position}{by}")
+                found.append(f"{'its hold:' if held.position < 0 else 'it is held'} {held.said}{by}")
         return tuple(found)
 
     def close(self) -> None:

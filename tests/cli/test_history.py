@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
+from exporter.publish.delta_log import read_log
 from exporter.publish.retention import Keep, retire
 from exporter.publish.versions import version_dirs
 from tests.support.commands import export_model
@@ -96,6 +98,23 @@ def test_what_waits_behind_a_hold_is_marked(request_: ExportRequest) -> None:
     told = export_model("history", model).out
     assert "at 41, set by " in told
     assert "; 1 published beyond it" in told
+
+
+def test_a_hold_that_cannot_be_read_is_shown_as_such(request_: ExportRequest) -> None:
+    model = request_.out
+    read_log(model).hold.path.write_text("soon")
+    told, lifts = "it cannot be read, and servers follow no delta", f"export-model resume {model}"
+    shown = export_model("history", model).out
+    assert re.search(f"(?m)^hold +{told}$", shown)
+    assert re.search(f"(?m)^to lift it +{lifts}$", shown)
+    assert f"; its hold: {told}" in export_model("inspect", model).out
+    save(request_.ckpt_dir, 60)
+    typed = ("--ckpt-dir", request_.ckpt_dir, "--model", request_.model, "--out", model, "--incr")
+    exported = export_model(*typed).out
+    assert re.search(f"(?m)^hold +{told}$", exported)
+    assert "serve-model update" not in exported
+    for command in ("history", "inspect"):
+        assert export_model(command, model, "--json").document["hold"] is None
 
 
 def test_a_log_that_has_ended_is_said_so(request_: ExportRequest) -> None:

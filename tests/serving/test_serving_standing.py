@@ -16,7 +16,7 @@ from exporter.options import ExportRequest
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
-from exporter.publish.delta_log import log_path
+from exporter.publish.delta_log import log_path, read_log
 from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
 from exporter.transfer.push import plan_push, push
@@ -109,6 +109,9 @@ def test_a_hold_and_a_rollback(server: ModelServer, request_: ExportRequest) -> 
     assert (version["position"], version["behind_deltas"], version["behind_steps"]) == (31, 0, 20)
     shown = call("status", server.address, "--model-name", "ranker", "--model-base-path", request_.out).stdout
     assert "held at 31" in shown
+    read_log(request_.out).hold.path.write_text("soon")
+    shown = call("status", server.address, "--model-name", "ranker", "--model-base-path", request_.out).stdout
+    assert "; its hold: it cannot be read, and servers follow no delta" in shown
 
 
 def test_what_is_published_elsewhere_is_not_compared(
