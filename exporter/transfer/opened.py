@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from exporter.errors import UsageError
+from exporter.errors import ManifestError, UsageError
 from exporter.options import ANYBODY, UNSIGNED, DataMode, Signing, Trusting
+from exporter.storage.layout import MANIFEST_FILE
 from exporter.storage.url import Url
 from exporter.terminal.progress import ProgressFactory, no_progress
 
@@ -201,7 +202,8 @@ def _in_force(
 def opened_if_model(place: str) -> Iterator[OpenModel | None]:
     """Open the model at the URL `place` for reading during the block; yield None if no model is there.
 
-    None, too, if `place` is not a URL of a store, a whole bucket, or the URL of a checkpoint.
+    None, too, if `place` is not a URL of a store, a whole bucket, or the URL of a checkpoint, even if another
+    program's file has the name of a head there.
 
     Raises:
         UsageError: the URL has a part that no object's name can have, or is a version or inside another
@@ -213,11 +215,26 @@ def opened_if_model(place: str) -> Iterator[OpenModel | None]:
     if url is None or not url.path:
         yield None
         return
-    from exporter.storage.objects import ObjectWriter
-    from exporter.transfer.head import fetch_head
-
-    if fetch_head(ObjectWriter(url)) is None:
+    if not _is_model(url):
         yield None
         return
     with opened(place, read_only=True) as model:
         yield model
+
+
+def _is_model(url: Url) -> bool:
+    """True if the head of a model is at `url`.
+
+    ManifestError if there are versions and their head is damaged, ExportError if the store cannot be read.
+    """
+    from exporter.storage.objects import ObjectWriter
+    from exporter.transfer.head import fetch_head
+
+    store = ObjectWriter(url)
+    try:
+        return fetch_head(store) is not None
+    except ManifestError:
+        versions = (path for path in store.directories(url.path) if path.rpartition("/")[2].isdecimal())
+        if any(store.look(f"{path}/{MANIFEST_FILE}") is not None for path in versions):
+            raise
+        return False

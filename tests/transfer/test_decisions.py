@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from exporter.errors import PositionMoved, PublishError
 from exporter.publish.commit import model_lock
@@ -23,6 +24,7 @@ from exporter.transfer.head import Head
 from exporter.transfer.opened import opened
 from exporter.transfer.pull import pull
 from exporter.transfer.push import parse
+from tests.support.bundles import write
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
 from tests.support.object_stores import BASE, Bucket
@@ -171,6 +173,34 @@ def test_a_decision_ends_in_the_store_also_where_its_tags_cannot_be_read(
         with pytest.raises(PublishError, match="the work fails"):
             model.carry(work)
     assert head(bucket).deciding is None
+
+
+def test_a_hold_in_a_store_that_cannot_be_read_is_said_to_be_so(
+    trainer: Trainer, url: str, bucket: Bucket
+) -> None:
+    found = replace(head(bucket), holds={f"{LOG}/hold": "soon"})
+    bucket.put(f"{BASE}/{HEAD_FILE}", found.encoded())
+    met = export_model("merge", url, "--dry-run", "--json").document["meets"]
+    assert met == ["its hold: it cannot be read, and servers follow no delta"]
+
+
+@pytest.mark.parametrize("content", [b"{}", b'{"head": "softmax"}', b"no JSON"])
+def test_a_file_that_has_the_name_of_a_head_makes_no_model_of_a_checkpoint(
+    tmp_path: Path, url: str, bucket: Bucket, content: bytes
+) -> None:
+    write(tmp_path / "train" / "model.ckpt-7")
+    bucket.upload(tmp_path / "train", BASE)
+    bucket.put(f"{BASE}/{HEAD_FILE}", content)
+    bucket.put(f"{BASE}/12/arrays.bin", b"not a version")
+    for where in (url, f"{url}/model.ckpt-7"):
+        found = export_model("inspect", where, "--json")
+        assert (found.code, found.document["kind"]) == (0, "checkpoint"), found.err
+
+
+def test_a_damaged_head_of_a_model_is_told(trainer: Trainer, url: str, bucket: Bucket) -> None:
+    bucket.put(f"{BASE}/{HEAD_FILE}", b"{}")
+    found = export_model("inspect", url, "--json")
+    assert (found.code, found.error["error"]) == (6, "ManifestError"), found.err
 
 
 def test_a_tag_lets_an_upload_go_on(
