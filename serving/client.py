@@ -19,6 +19,7 @@ from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from exporter.errors import CallFailed, ExportError
+from exporter.options.given import MOST_SECONDS
 from exporter.storage.local_paths import quoted
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto, message_class
@@ -377,7 +378,7 @@ class ModelClient:
                 response_deserializer=None,  # answers are parsed below, where errors get a name
             )
         try:
-            answer = connection.calls[path](request, timeout=deadline_s or self.deadline_s)
+            answer = connection.calls[path](request, timeout=min(deadline_s or self.deadline_s, MOST_SECONDS))
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._reconnect(connection)

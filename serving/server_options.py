@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from exporter.errors import UsageError
 from exporter.options import Option
-from exporter.options.words import Part, count, fields_of, number, text_of
+from exporter.options.words import Part, count, fields_of, seconds, text_of
 from exporter.storage.local_paths import local_path, path_parser
 from serving.status import MAX_FILLED_BYTES
 
@@ -51,7 +51,7 @@ FLAGS = {
     "model_config_file_poll_wait_seconds=N": Part(
         "model_config_file_poll_wait_seconds",
         "read --model-config-file again this often; 0, the default, reads it once",
-        number,
+        seconds,
         least=0,
     ),
     "allow_version_labels_for_unavailable_models": Part(

@@ -56,6 +56,7 @@ class ServerFlags(Struct, frozen=True):
 
 NO_SERVER = ServerFlags()
 _LONGEST_ANSWER = 64 << 20
+_LONGEST_WAIT = 1e6  # a socket counts milliseconds in 32 bits
 _COMMANDS = ("export-model ", "serve-model ", "cd ", "curl ", "df ", "du ")
 
 
@@ -134,7 +135,7 @@ def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
     try:
         if not address.startswith(("http://", "https://")):
             raise ValueError("expected http:// or https://")
-        with urllib.request.urlopen(f"{address}/status.json", timeout=deadline) as answer:
+        with urllib.request.urlopen(f"{address}/status.json", timeout=min(deadline, _LONGEST_WAIT)) as answer:
             document = json.loads(answer.read(_LONGEST_ANSWER))
         codes = {code.value: code for code in Code}
         found = [(codes[each["code"]], each) for each in document["findings"] if each["model"] == model]

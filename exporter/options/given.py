@@ -440,15 +440,28 @@ def _pairs(name: str, given: Any) -> dict[str, str]:
 
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", re.ASCII)
+MOST_SECONDS = 1e9
+"""The longest duration that an option may name, 31 years: clocks, locks and gRPC can count no further."""
+
 _UNIT_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_duration(option: str, text: str) -> float:
     """Parse `90`, `90s`, `15m`, `2h` or `1d` into seconds.
 
-    UsageError, which names `option`, for other texts.
+    UsageError, which names `option`, for other texts, and for more than `MOST_SECONDS`.
     """
     match = _DURATION.fullmatch(text)
     if match is None:
         raise UsageError(f"{option} {text!r} is not a duration", hint="as in 90 (seconds), 15m, 2h, 1d")
-    return float(match[1]) * _UNIT_SECONDS[match[2]]
+    return require_seconds(option, float(match[1]) * _UNIT_SECONDS[match[2]])
+
+
+def require_seconds(option: str, seconds: float) -> float:
+    """Return the same number of seconds; UsageError, which names `option`, for more than `MOST_SECONDS`."""
+    if seconds > MOST_SECONDS:
+        raise UsageError(
+            f"{option} is {seconds:g} seconds, which is too long",
+            hint=f"at most {MOST_SECONDS:.0f}, which is 31 years",
+        )
+    return seconds

@@ -136,6 +136,11 @@ def count(option: str, text: str) -> int:
     return int(text)
 
 
+def seconds(option: str, text: str) -> float:
+    """Return a text as seconds; UsageError, which names `option`, if it is not a number, or too great."""
+    return given.require_seconds(option, number(option, text))
+
+
 def number(option: str, text: str) -> float:
     """Return a text as a float; UsageError, which names `option`, if it is not a finite number."""
     try:

@@ -8,7 +8,6 @@ limit.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import select
 import struct
@@ -36,6 +35,7 @@ _BUFFER_BYTES = 1 << 16
 _EVENT = struct.Struct("iIII")  # struct inotify_event; as many bytes of a name follow as its last field says
 _NO_MATTER = {errno.ENOENT, errno.ENOTDIR, errno.EACCES}
 """The next call tries such a directory again; errors are reported by whoever lists it."""
+_LONGEST_LOOK_S = 1e6  # `select` refuses to wait for ever by a number
 _LOOK_S = 0.1  # `select` cannot wait for a `threading.Event`
 
 
@@ -97,7 +97,7 @@ class Arrivals:
         times a second. Without inotify no change is seen.
         """
         until = time.monotonic() + seconds
-        longest = math.inf if stop is None else _LOOK_S
+        longest = _LONGEST_LOOK_S if stop is None else _LOOK_S
         while not self._arrives(max(0.0, min(until - time.monotonic(), longest))):
             if time.monotonic() >= until or (stop is not None and stop.is_set()):
                 return

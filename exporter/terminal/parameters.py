@@ -36,7 +36,7 @@ from msgspec import Struct
 from exporter.errors import ExportError, UsageError, nearest
 from exporter.newer_python import type_hints
 from exporter.options import HEADINGS, DeclaredOption, declared, lacking_company, require_company
-from exporter.options.given import changed
+from exporter.options.given import changed, require_seconds
 from exporter.options.old_names import renew_named
 from exporter.options.words import Fields
 from exporter.storage.local_paths import local_path, quoted, without_secrets
@@ -170,6 +170,7 @@ def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
 def _require_numbers(context: Any, given: Mapping[str, Any]) -> None:
     """Raise UsageError if an option's value is NaN, or infinite and its help does not name `inf`.
 
+    Also for too many seconds (`require_seconds`).
     `given` has the parsed values by parameter name; `context` is Click's.
     """
     for one in context.command.params:
@@ -178,6 +179,8 @@ def _require_numbers(context: Any, given: Mapping[str, Any]) -> None:
             if value > 0 and "inf" in (one.help or "").split():
                 continue
             raise UsageError(f"{max(one.opts, key=len)} {value} is not a number", hint="as in 0.5")
+        if one.metavar == "SECONDS" and value is not None:
+            require_seconds(max(one.opts, key=len), value)
 
 
 def _source(context: Any, parameter: Any) -> str:

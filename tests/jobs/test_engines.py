@@ -129,6 +129,7 @@ def test_more_workers_than_a_machine_has_room_for(engine: str) -> None:
             (beam.run, {"stall": text}, f"stall={text} is not a number of seconds")
             for text in ("soon", "nan", "inf", "-1", "0")
         ),
+        (beam.run, {"stall": "1e12"}, "--engine stall is 1e.12 seconds, which is too long"),
         (beam.run, {"results": "hdfs://a/b"}, "hdfs://a/b"),
         (beam.run, {"runner": "DataflowRunner"}, "where to put what they did"),
     ],

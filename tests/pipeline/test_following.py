@@ -67,7 +67,9 @@ def test_durations(text: str, seconds: float) -> None:
     assert parse_duration("--until", text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "-1", "soon", "1 h", "1h30m", "1w", "nan", "inf", "٣"])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "soon", "1 h", "1h30m", "1w", "nan", "inf", "٣", "9" * 12, "99999d"]
+)
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(errors.UsageError, match="--until"):
         parse_duration("--until", text)

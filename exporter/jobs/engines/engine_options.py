@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from exporter.errors import EngineFailed, UsageError
+from exporter.options.given import require_seconds
 from exporter.storage.local_paths import local_name
 from exporter.storage.url import Url
 from exporter.terminal.progress import human_bytes
@@ -112,14 +113,14 @@ def require_short(path: str) -> None:
 
 
 def seconds(name: str, text: str) -> float:
-    """Return the value of the option `name` as a number of seconds; UsageError if it is not positive."""
+    """Return the value of the option `name` as seconds; UsageError if they are not positive, or too many."""
     try:
         found = float(text)
     except ValueError:
         found = math.nan
     if not 0 < found < math.inf:
         raise UsageError(f"--engine {name}={text} is not a number of seconds", hint="as in 900")
-    return found
+    return require_seconds(f"--engine {name}", found)
 
 
 def place(name: str, text: str) -> str:
