@@ -214,7 +214,7 @@ def _unknown_word(
 
 
 def _with_pairs(context: Any, arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the words of a command line; a NAME=VALUE that was typed with a space between is joined.
+    """Yield the words of a command line; a NAME=VALUE that was typed with spaces between is joined.
 
     `context` is Click's, of the typed command.
     """
@@ -224,8 +224,8 @@ def _with_pairs(context: Any, arguments: Sequence[str]) -> Iterator[str]:
     while (each := follows) is not None:
         follows = next(words, None)
         takes_pair = name in options and re.match(r"\w+=", str(options[name].make_metavar(context)))
-        if takes_pair and "=" not in each and follows is not None and not follows.startswith("-"):
-            each, follows = f"{each}={follows}", next(words, None)
+        while takes_pair and each.find("=") in (-1, len(each) - 1) and follows and follows[0] != "-":
+            each, follows = f"{each.removesuffix('=')}={follows.removeprefix('=')}", next(words, None)
         yield each
         name = each
 
