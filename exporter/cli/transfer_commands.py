@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -244,12 +245,28 @@ def _pull_lines(done: Pulled, model: Path, *, dry_run: bool) -> Iterator[str]:
 
 
 def _next(model: Path) -> str:
-    """Return a command for a pulled model: one that serves it, or inspects its newest version if no server
-    can load that: a pair of graph and checkpoint.
+    """Return a command for a pulled model: one that serves it, or inspects its newest version if ours cannot.
+
+    Our server loads neither a pair of graph and checkpoint nor operations that stock TensorFlow lacks.
     """
     from exporter.publish.versions import version_dirs
 
     newest = version_dirs(model)[0].path
-    if (newest / SAVED_MODEL_FILE).exists():
+    if (newest / SAVED_MODEL_FILE).exists() and not _has_foreign_ops(newest):
         return f"serve-model run {quoted(model)}"
     return f"export-model inspect {quoted(newest)}"
+
+
+def _has_foreign_ops(version: Path) -> bool:
+    """True if a version's graph has operations that stock TensorFlow lacks; False if it cannot be read."""
+    from exporter.graph.graph_files import read_saved_model
+    from exporter.graph.servable import foreign_ops
+    from exporter.wire.protos import all_nodes
+
+    with suppress(ExportError, OSError):
+        graphs = [each.graph_def for each in read_saved_model(version).meta_graphs]
+        return any(
+            foreign_ops(all_nodes(graph), {each.signature.name for each in graph.library.function})
+            for graph in graphs
+        )
+    return False

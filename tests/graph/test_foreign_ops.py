@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from exporter.cli import transfer_commands
 from exporter.errors import ExportError, ForeignOperations, MissingTensors, NotServable, UsageError
 from exporter.graph.graph_files import read_saved_model
 from exporter.graph.servable import library_of
@@ -109,6 +110,9 @@ def test_no_server_without_the_operations_is_proposed(saved: dict[str, Path], tm
     assert ran.code == 0, ran.err
     (following,) = re.findall("(?m)^next +export-model (.*)", ran.out)
     assert export_model(*shlex.split(following)).code == 0
+    pulled = transfer_commands._next(tmp_path / "model")
+    assert pulled.startswith("export-model inspect ")
+    assert export_model(*shlex.split(pulled)[1:]).code == 0
 
 
 def test_a_librarys_kernel_without_state(saved: dict[str, Path], tmp_path: Path) -> None:
