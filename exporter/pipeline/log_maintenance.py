@@ -517,18 +517,27 @@ def resume(
         return done
 
 
+def _is_left(hold: Hold, lift_canary: bool) -> bool:
+    """True if a resumption lifts the hold of an ended log: it is not of a store, and not a canary's alone.
+
+    A canary's, too, with `lift_canary`.
+    """
+    by = hold.by
+    return by is not None and not by.url and (hold.binds or lift_canary)
+
+
 def _release(hold: Hold, staging: Staging, model: Path, *, lift_canary: bool) -> None:
     """Lift the hold of an ended log, by which a rollback over a change of structure stopped its servers.
 
     If `model` has a canary's lock file, a canary's hold at the same position replaces it, unless
-    `lift_canary`. A hold that a store has set stays. Raises PublishError if a hold cannot be written.
+    `lift_canary`. A hold that `_is_left` does not count stays. PublishError if a hold cannot be written.
     """
     by = hold.by
-    if by is None or by.url:
+    if by is None or not _is_left(hold, lift_canary):
         return
     if hold.binds and not lift_canary and (model / CANARY_LOCK_FILE).exists():
         hold.put(by.position, staging, canary=True)
-    elif hold.binds or lift_canary:
+    else:
         hold.lift(staging)
 
 
@@ -597,9 +606,11 @@ def _resumption(model: Path, restorer: Restorer, *, lift_only: bool, lift_canary
     approved = None if lift_canary else restorer.approved_by_canary()
     is_held = bool(binding(model, restorer.log))
     was_held = is_held or (lift_canary and restorer.hold.is_canary)
+    # A resumption that was killed may have left the hold of an ended log, which it lifts last.
+    is_left = any(_is_left(Hold(log), lift_canary) for log in log_directories(model))
     before = None if lift_only or (approved is not None and not was_held) else restorer.before_rollbacks()
     if before is None or restorer.leads_back_to(before) or (restorer.hold.is_canary and not is_held):
-        return _Plan(restorer, None, approved, was_held)
+        return _Plan(restorer, None, approved, was_held or is_left)
     if is_held:
         return _Plan(restorer, restorer.resumption_of(before), approved, was_held)
     raise UsageError(

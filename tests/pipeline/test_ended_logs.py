@@ -244,6 +244,23 @@ def test_a_kill_at_any_step_leaves_it_held_and_the_same_command_ends_it(model: P
     assert {*outcomes.values()} == {True, False}
 
 
+def test_a_resumption_that_was_killed_before_its_last_step_is_said_to_be_ended(model: Path) -> None:
+    number = read_log(model).number
+    roll_back(model)
+    ended = Hold(log_path(model, number))
+    files = {path: path.read_bytes() for path in ended.directory.glob("hold*")}
+    assert ended.read() == 50
+    resume(model)
+    assert not ended.is_set
+    for path, content in files.items():
+        path.write_bytes(content)
+    planned = export_model("resume", model, "--dry-run", "--json").document
+    assert (planned["status"], planned["path"], ended.is_set) == ("planned", None, True)
+    done = export_model("resume", model, "--json").document
+    assert (done["status"], done["path"], done["hold"], ended.is_set) == ("hold_lifted", None, None, False)
+    assert export_model("resume", model, "--json").document["status"] == "nothing_to_do"
+
+
 def test_a_hold_without_a_log_does_not_hold_the_base_that_comes(model: Path) -> None:
     """It is of a rollback that was killed right before its base."""
     left = Hold(log_path(model, 51))
