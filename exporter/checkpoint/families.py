@@ -15,8 +15,10 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
+from exporter.checkpoint.source_shard import shard_status
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.checkpoint.trainers import recognise
+from exporter.errors import CheckpointNotFound
 from exporter.storage.layout import (
     ORBAX_FILES,
     SAVED_MODEL_FILES,
@@ -92,6 +94,8 @@ class _FormatV1:
         from exporter.checkpoint.v1 import read_v1
 
         files = v1_files(path)
+        if not files:  # it matched, and its files have vanished since
+            raise CheckpointNotFound(f"there is no {path}")
         return read_v1(path.with_name(v1_pattern(files[0].name)), files)
 
 
@@ -110,8 +114,9 @@ class _SavedModelAlone:
 
     def read(self, path: Path) -> Catalog:
         model = saved_model_without_variables(path)
-        assert model is not None
-        return Catalog("SavedModel without variables", path, {}, (model,), (model.stat().st_size,))
+        if model is None:  # it matched, and has vanished since
+            raise CheckpointNotFound(f"there is no {path}")
+        return Catalog("SavedModel without variables", path, {}, (model,), (shard_status(model).st_size,))
 
 
 class _Orbax:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exporter.checkpoint import candidates, locate, open_checkpoint
+from exporter.checkpoint import candidates, families, locate, open_checkpoint
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog, shard_path
 from exporter.errors import (
     CheckpointChanged,
@@ -415,3 +415,23 @@ def test_a_directory_that_may_not_be_searched_is_looked_over(tmp_path: Path, nam
     (tmp_path / name).chmod(0o700)
     write(tmp_path / "model.ckpt-7")
     assert as_user(65534, look) == f"found {[tmp_path / 'model.ckpt-7']}"
+
+
+GONE = {
+    "keras": (families.KERAS, "model.keras"),
+    "hdf5": (families.KERAS, "model.h5"),
+    "npz": (families.NPZ, "model.npz"),
+    "safetensors": (families.SAFETENSORS, "model.safetensors"),
+    "v1": (families.V1, "model.ckpt-7"),
+    "shards of v1": (families.V1, "model.ckpt-7-?????-of-00002"),
+    "saved model": (families.SAVED_MODEL, "1/variables/variables"),
+    "bundle": (families.BUNDLE, "model.ckpt-7"),
+    "orbax": (families.ORBAX, "7"),
+}
+
+
+@pytest.mark.parametrize("kind", GONE)
+def test_a_checkpoint_that_vanishes_between_two_looks_is_a_named_error(tmp_path: Path, kind: str) -> None:
+    family, name = GONE[kind]
+    with pytest.raises(CheckpointError, match=name.partition("/")[0].partition("-?")[0]):
+        family.read(tmp_path / name)
