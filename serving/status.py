@@ -6,6 +6,7 @@ from enum import IntEnum
 
 from msgspec import Struct
 
+from exporter.errors import CheckpointError
 from exporter.publish.served import VersionState as VersionState
 
 MAX_MESSAGE_CHARACTERS = 1024
@@ -80,6 +81,8 @@ def status_of(error: BaseException) -> StatusError:
         return StatusError(Code(code), str(getattr(error, "message", error)))
     if isinstance(error, FileNotFoundError):
         return StatusError(Code.NOT_FOUND, str(error))
+    if isinstance(error, CheckpointError):  # a file of the version is damaged, or a pointer of Git LFS
+        return StatusError(Code.DATA_LOSS, "; ".join(filter(None, (error.message, error.cause, error.hint))))
     if isinstance(error, MemoryError):
         return StatusError(Code.RESOURCE_EXHAUSTED, str(error) or "out of memory")
     if isinstance(error, PermissionError):

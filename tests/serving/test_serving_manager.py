@@ -26,6 +26,9 @@ DEADLINE_SECONDS = 60.0
 POLL_SECONDS = 0.02
 
 
+LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234\n"
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Version n multiplies by n."""
@@ -172,10 +175,15 @@ def empty_graph(directory: Path) -> None:
     (directory / "saved_model.pb").write_bytes(b"")
 
 
+def replace_manifest_by_pointer(directory: Path) -> None:
+    (directory / "manifest.json").write_text(LFS_POINTER)
+
+
 @pytest.mark.parametrize(
     ("damage", "code"),
     [
         (truncate_shard, Code.OUT_OF_RANGE),
+        (replace_manifest_by_pointer, Code.DATA_LOSS),
         (remove_variables, Code.UNKNOWN),
         (scramble_graph, Code.DATA_LOSS),
         (empty_graph, Code.NOT_FOUND),
@@ -318,6 +326,7 @@ def flip_last_byte(path: Path) -> None:
         (lambda p: write_warmup(p, [session_run_log()]), Code.UNIMPLEMENTED, "Unsupported log_type"),
         (lambda p: flip_last_byte(write_warmup(p, [b"", b""])), Code.DATA_LOSS, "verify your warmup data"),
         (lambda p: write_warmup(p, []).write_bytes(b"short"), Code.DATA_LOSS, "verify your warmup data"),
+        (lambda p: write_warmup(p, []).write_text(LFS_POINTER), Code.DATA_LOSS, "is a pointer of Git LFS"),
         (lambda p: write_warmup(p, []).write_bytes(b"\xff" * 64), Code.DATA_LOSS, "verify your warmup data"),
     ],
 )  # fmt: skip
