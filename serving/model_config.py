@@ -8,6 +8,7 @@ tensorflow_serving/model_servers/server_core.cc and core/availability_preserving
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
@@ -234,9 +235,9 @@ def absent(entry: Proto) -> str:
     or the path cannot be listed. OSError if this user may not look at the path.
     """
     path = Path(entry.base_path)
-    if _SCHEME.match(entry.base_path) or path.parent == path.parent.parent or not path.parent.is_dir():
+    if _SCHEME.match(entry.base_path) or path.parent == path.parent.parent or not _is_directory(path.parent):
         return ""
-    if not path.is_dir():
+    if not _is_directory(path):
         return f"{path} is not a directory, but {path.parent} is"
     wanted = set(entry.model_version_policy.specific.versions)
     try:
@@ -246,6 +247,17 @@ def absent(entry: Proto) -> str:
     if not found or (wanted and not wanted & found):
         return f"{path} holds no version" + (f" {', '.join(map(str, sorted(wanted)))}" if wanted else "")
     return ""
+
+
+def _is_directory(path: Path) -> bool:
+    """True if a directory is at a path; OSError if this user may not look at it.
+
+    `Path.is_dir` says False then, from Python 3.14 on.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last for a NUL in it
+        return False
 
 
 def _require_absolute(entry: Proto) -> None:

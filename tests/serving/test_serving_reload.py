@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from serving.status import Code, VersionState, VersionStatus
 from tests.support.printed_documents import checked
+from tests.support.users import as_user, needs_root
 
 ONES = np.ones((1, 2), np.float32)
 
@@ -307,6 +310,28 @@ def test_a_path_that_is_not_seen_from_here_is_the_servers_affair(
     assert run(server, *place, "--version", 1, "--version", 2).exit_code == 0
     (tmp_path / "c").rename(tmp_path / "gone")
     assert run(server, *place, "--version", 2).exit_code == 0
+
+
+@needs_root
+@pytest.mark.parametrize("is_dir", [Path.is_dir, os.path.isdir], ids=["this Python's", "Python 3.14's"])
+def test_a_path_that_this_user_may_not_look_at_is_not_called_absent(
+    monkeypatch: pytest.MonkeyPatch, is_dir: Callable[[Path], bool]
+) -> None:
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # pytest's own keeps other users out
+        closed = Path(name, "closed")
+        (closed / "ranker").mkdir(parents=True)
+        closed.chmod(0o700)
+        Path(name).chmod(0o755)
+        config = message_class("serving.ModelConfig")(base_path=f"{closed}/ranker")
+
+        def looked() -> str:
+            try:
+                return absent(config)
+            except PermissionError as error:
+                return f"refused: {error.filename}"
+
+        assert as_user(65534, looked) == f"refused: {closed}/ranker"
 
 
 @pytest.mark.parametrize("is_there", [True, False])
