@@ -25,7 +25,7 @@ from exporter.checkpoint.source_shard import open_shard, reading, shard_status
 from exporter.errors import CheckpointChanged, CheckpointError
 from exporter.storage import mirror
 from exporter.storage.files import file_digest, writing
-from exporter.storage.objects import ObjectReader, RemoteObject
+from exporter.storage.objects import ObjectReader, RemoteObject, variables
 from exporter.storage.output_directory import Directory, new_path
 from exporter.storage.requests import MOST_COPIED
 from exporter.storage.url import Url
@@ -92,7 +92,7 @@ class Input(Struct, frozen=True, array_like=True):
                     file.truncate(self.size)
                     if url is not None:
                         pieces = [(each.offset, each.offset + each.size, each.offset) for each in ranges]
-                        _reader(url.scheme, url.bucket).copy(self._object(url), file.fileno(), pieces, path)
+                        _reader(url).copy(self._object(url), file.fileno(), pieces, path)
                 yield path
             return
         path = Path(self.place)
@@ -110,7 +110,7 @@ class Input(Struct, frozen=True, array_like=True):
         url = Url.parse(self.place)
         if url is not None:
             piece = (wanted.offset, wanted.offset + wanted.size, offset)
-            _reader(url.scheme, url.bucket).copy(self._object(url), descriptor, [piece], path)
+            _reader(url).copy(self._object(url), descriptor, [piece], path)
         return url is not None
 
     def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
@@ -126,7 +126,7 @@ class Input(Struct, frozen=True, array_like=True):
             with self.file(ranges, scratch) as path, open_shard(path) as descriptor, reading(path):
                 return [crc_of(descriptor, each.offset, each.size) for each in ranges]
         asked = [(each.offset, each.offset + each.size) for each in ranges]
-        return _reader(url.scheme, url.bucket).checksums(self._object(url), asked)
+        return _reader(url).checksums(self._object(url), asked)
 
     def _object(self, url: Url) -> RemoteObject:
         return RemoteObject(url.path, self.size, self.tag or None, 0.0)
@@ -136,8 +136,14 @@ class Input(Struct, frozen=True, array_like=True):
             raise CheckpointChanged(f"{self.place} was replaced or written to after the work was planned")
 
 
+def _reader(url: Url) -> ObjectReader:
+    """Return the reader of an object's bucket, which tasks share while the environment's settings stay."""
+    settings = tuple((name, os.environ[name]) for name in variables(url.scheme))
+    return _shared_reader(url.scheme, url.bucket, settings)
+
+
 @lru_cache(maxsize=16)
-def _reader(scheme: str, bucket: str) -> ObjectReader:
+def _shared_reader(scheme: str, bucket: str, _: tuple[tuple[str, str], ...]) -> ObjectReader:
     return ObjectReader(Url(scheme, bucket, ""))
 
 

@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.support.http_proxy import ThreadedServer
 
 _BYTES_S = 20e6
 """What a connection gets."""
@@ -58,6 +60,6 @@ def sleeping_store() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Sleeping)
+    server = ThreadedServer(("127.0.0.1", 0), _Sleeping)
     print(f"http://127.0.0.1:{server.server_port}", flush=True)
     server.serve_forever()

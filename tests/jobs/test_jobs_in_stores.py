@@ -38,6 +38,7 @@ from tests.support.budget import thorough
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
 from tests.support.deeprec_models import INPUTS, OUTPUTS, Trainer
+from tests.support.directory_store import BUCKET, directory_store
 from tests.support.engine_runs import python_of, wait_until
 from tests.support.object_stores import Bucket
 from tests.support.stored_tables import ROWS, TABLES, WIDTH, assert_right, table, train
@@ -318,3 +319,22 @@ def test_checksums_of_an_object_are_taken_as_it_comes(
     with pytest.raises(CheckpointChanged):
         Input(bucket.url("object"), 5000, listed.tag or "").checksums(ranges, tmp_path)
     assert not any(path.stat().st_blocks for path in tmp_path.glob("scratch/*"))
+
+
+def test_another_store_with_a_bucket_of_that_name_is_another_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may publish to one store after the other: by the settings that it has then."""
+    found = list[int]()
+    for number in range(2):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        (directory / "object").write_bytes(str(number).encode())
+        with directory_store(directory) as (environment, _):
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            listed = ObjectReader(Url("s3", BUCKET, "")).look("object")
+            assert listed is not None
+            stored = Input(f"s3://{BUCKET}/object", listed.size, listed.tag or "")
+            found += stored.checksums([Range(0, 0, 1)], tmp_path)
+    assert found == [extend(0, np.frombuffer(content, np.uint8)) for content in (b"0", b"1")]

@@ -19,12 +19,14 @@ import sys
 import threading
 from datetime import datetime, timezone
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from time import time
 from typing import IO, ClassVar, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree as Xml
+
+from tests.support.http_proxy import ThreadedServer
 
 HOSTS = ("storage.googleapis.com", "www.googleapis.com", "oauth2.googleapis.com")
 
@@ -224,8 +226,7 @@ def main(certificate: str, key: str, token: str, log: str) -> None:
     Handler.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     Handler.tls.load_cert_chain(certificate, key)
     Handler.token = token
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = ThreadedServer(("127.0.0.1", 0), Handler)
     print(server.server_port, flush=True)
     server.serve_forever()
 

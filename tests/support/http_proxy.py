@@ -69,14 +69,22 @@ class Forwarding(BaseHTTPRequestHandler):
         pass
 
 
+class ThreadedServer(ThreadingHTTPServer):
+    """A server of threads that takes many connections at once."""
+
+    request_queue_size = (
+        128  # beyond the default's 5 the kernel drops connections; they are tried again after 1 s
+    )
+    daemon_threads = True
+
+
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The address of a server of threads."""
     handler.disable_nagle_algorithm = True  # else a body waits 40 ms for the ACK of its head
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadedServer(("127.0.0.1", 0), handler)
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
-    server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_port}"
