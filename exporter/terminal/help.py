@@ -22,6 +22,33 @@ _OUTPUT, _EXIT_CODES = "output", "exit-codes"
 """The topic of options without a heading, and the topic of exit codes."""
 
 
+_COMMANDS = {
+    "export-model": frozenset(
+        (
+            "init",
+            "inspect",
+            "history",
+            "merge",
+            "rollback",
+            "resume",
+            "tag",
+            "diff",
+            "verify",
+            "push",
+            "pull",
+            "doctor",
+        )
+    ),
+    "serve-model": frozenset(("run", "status", "reload", "agent", "predict", "update")),
+}
+"""Commands that only one of the programs has: what is typed at the other one leads there."""
+
+
+def program_of(word: str) -> str | None:
+    """Return the program that has a command named `word`, of those that only one has; None if none has it."""
+    return next((name for name, commands in _COMMANDS.items() if word in commands), None)
+
+
 class Help(Struct, frozen=True):
     """A program's short help, and its topics."""
 
@@ -73,6 +100,7 @@ class Help(Struct, frozen=True):
         else:
             close = nearest(topic, [*self.names(), *command.list_commands(root)])
             hint = f"{root.info_name} help {close}" if close else f"{root.info_name} --help lists the topics"
+            hint = hint if (other := program_of(topic)) is None else f"{other} help {topic}"
             raise UsageError(f"there is no topic {topic!r}", hint=hint)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from exporter.errors import UsageError, nearest
 from exporter.storage.local_paths import quoted
-from exporter.terminal.help import brief
+from exporter.terminal.help import brief, program_of
 from exporter.terminal.parameters import variable_of
 
 _PLAINLY = {
@@ -22,28 +22,6 @@ _PLAINLY = {
 _SUGGESTIONS = re.compile(r" (?:\(Possible options: .*\)|Did you mean .*)$")
 _EXTRA = re.compile(r"extra argument.*\((.*)\)")
 _UNKNOWN_COMMAND = re.compile(r"No such command (.*?)\.(?: Did you mean .*)?", re.DOTALL)
-
-
-_COMMANDS = {
-    "export-model": frozenset(
-        (
-            "init",
-            "inspect",
-            "history",
-            "merge",
-            "rollback",
-            "resume",
-            "tag",
-            "diff",
-            "verify",
-            "push",
-            "pull",
-            "doctor",
-        )
-    ),
-    "serve-model": frozenset(("run", "status", "reload", "agent", "predict", "update")),
-}
-"""Commands that only one of the programs has: what is typed at the other one leads there."""
 
 
 def wrong_use(
@@ -196,8 +174,8 @@ def _unknown_word(
     near, it becomes the value of the first option in `takes` that is not typed, and words after it the values
     of the next ones.
     """
-    other = next((name for name, commands in _COMMANDS.items() if word in commands), program)
-    if other != program:
+    other = program_of(word)
+    if other not in (None, program):
         return _command_line(other, arguments)
     if word in _MEANT:
         command, option = _MEANT[word]

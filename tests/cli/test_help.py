@@ -115,6 +115,7 @@ def test_a_topic_that_is_not_there() -> None:
     assert (ran.code, "there is no topic 'delts'" in ran.err) == (2, True)
     assert "hint:  export-model help deltas" in ran.err
     assert "export-model --help lists the topics" in export_model("help", "xyzzy").err
+    assert "hint:  serve-model help predict\n" in export_model("help", "predict").err
 
 
 def test_every_option_stands_in_its_group() -> None:

@@ -16,7 +16,7 @@ import exporter
 from exporter.cli import app as export_cli
 from exporter.errors import NotUpdatable, UsageError
 from exporter.options import ExportRequest, Verify
-from exporter.terminal import wrong_use
+from exporter.terminal import help
 from serving import cli as serving_cli
 from tests.support.commands import Ran, export_model, run_app
 
@@ -359,7 +359,7 @@ def test_each_program_knows_the_commands_of_the_other() -> None:
     for name, app in (("export-model", export_cli.app), ("serve-model", serving_cli.app)):
         commands = getattr(typer.main.get_command(app), "commands")  # noqa: B009 - of a group alone
         shown = {each for each, command in commands.items() if not command.hidden}
-        assert shown - {"help"} == wrong_use._COMMANDS[name]
+        assert shown - {"help"} == help._COMMANDS[name]
 
 
 def test_a_hint_knows_its_program(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
