@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from exporter.cli.documents import Status
 from exporter.cli.log_commands import DryRunFlag
-from exporter.errors import CheckpointError, ExportError, PublishError, UsageError, VerificationError
+from exporter.errors import ExportError, UsageError, unreachable
 from exporter.options import ANYBODY, Option, Trusting
 from exporter.storage.layout import SAVED_MODEL_FILE
 from exporter.storage.local_paths import checkpoint_parser, local_path, quoted
@@ -176,8 +176,11 @@ def pull(
             while True:
                 try:
                     done = copy.update(sink.progress)
-                except (CheckpointError, PublishError, VerificationError) as error:
-                    said = _tell_once(error, said, sink)
+                except UsageError:
+                    raise
+                except (ExportError, OSError) as error:  # store, disk or publisher may be well again
+                    why = unreachable(error) if isinstance(error, OSError) else error
+                    said = _tell_once(why, said, sink)
                 else:
                     said = _tell_once(done.untrusted[0], said, sink) if done.untrusted else ""
                     for fetched in done.fetched:

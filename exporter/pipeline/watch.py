@@ -68,7 +68,6 @@ def watch(
         BuilderError: the builder of `--model` does not exist.
         ExportError: an error that only a person can repair; or, when the watch ends, the error of its last
             look, unless time may repair it.
-        OSError: the operating system refuses to read a file.
     """
     require_local(request)
     require_exact(request)

@@ -29,6 +29,7 @@ from exporter.errors import (
     UnsupportedFormat,
     UsageError,
     VersionExists,
+    unreachable,
 )
 from exporter.options import FOLLOWING, Option
 from exporter.options.given import Given, parse_duration
@@ -211,7 +212,8 @@ def follow(
         failure = None
         try:
             found = look()
-        except ExportError as error:
+        except (ExportError, OSError) as caught:
+            error = unreachable(caught) if isinstance(caught, OSError) else caught
             if is_for_a_person(error):
                 raise
             if error.message != said:

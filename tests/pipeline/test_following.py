@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -123,14 +124,14 @@ class Clock:
 class Script:
     """What looks find, one after another; then nothing more."""
 
-    steps: list[int | ExportError | None]
+    steps: list[int | Exception | None]
     told: list[str] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
     newest: int | None = None
 
     def look(self) -> Poll[int]:
         found = self.steps.pop(0) if self.steps else None
-        if isinstance(found, ExportError):
+        if isinstance(found, Exception):
             raise found
         self.newest = self.newest if found is None else found
         return Poll(found, self.newest)
@@ -138,6 +139,13 @@ class Script:
     def run(self, watching: Watching) -> Iterator[int]:
         tell: Callable[[ExportError], None] = lambda error: self.told.append(error.message)  # noqa: E731
         return follow(self.look, watching, tell, clock=lambda: self.clock.now, sleep=self.clock.sleep)
+
+
+def test_what_the_system_refuses_is_outlived() -> None:
+    refused = OSError(errno.EROFS, "Read-only file system", "/models/ranker/.lock")
+    script = Script([refused, refused, 10])
+    assert list(script.run(Watching(1, StopWhen(count=1)))) == [10]
+    assert script.told == ["cannot reach /models/ranker/.lock"]
 
 
 def test_each_publication_is_yielded_until_the_count() -> None:

@@ -561,6 +561,26 @@ def test_a_watch_fetches_what_appears(machine: Machine, url: str, tmp_path: Path
     assert files(tmp_path / "here") == files(machine.model)
 
 
+def test_a_watch_outlives_what_the_system_refuses(machine: Machine, url: str, tmp_path: Path) -> None:
+    pushed(machine.model, url)
+    (lock := tmp_path / "here/.pull").parent.mkdir()
+    lock.symlink_to("nowhere")  # it is refused with ELOOP, as all is with EROFS on a disk with errors
+    command = [sys.executable, "-m", "exporter", "pull", url, str(lock.parent), "--watch"]
+    with subprocess.Popen(
+        [*command, "--interval", "0.1", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert json.loads(process.stderr.readline())["error"] == "Unreachable"
+            lock.unlink()
+            _await_position(process, 30)
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    assert files(lock.parent) == files(machine.model)
+
+
 def test_a_pull_never_mixes_two_histories(
     machine: Machine, bucket: Bucket, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
