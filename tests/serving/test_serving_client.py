@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import subprocess
 import sys
@@ -71,6 +72,13 @@ def test_classify_and_regress(client: ModelClient) -> None:
 
 def test_status(client: ModelClient) -> None:
     assert client.status() == client.status(version=7) == [VersionStatus(7, VersionState.AVAILABLE, Code.OK)]
+
+
+@pytest.mark.parametrize("deadline_s", [1e10, 1e12, math.inf])
+def test_a_deadline_that_is_further_than_gRPC_counts_is_never(server: ModelServer, deadline_s: float) -> None:
+    with ModelClient(server.address, "ranker", deadline_s=deadline_s) as client:
+        assert client.predict({"x": X}).version == 7
+        assert len(client.status()) == 1
 
 
 def test_metadata(client: ModelClient) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -157,9 +158,13 @@ def test_arguments_of_the_command_are_taken_apart(text: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("what", "says"),
-    [(["--ckpt-dir", "d"], "--out is missing"), (["--ckpt-dir=d", "--out=m", "--watch"], "never ends")],
+    [
+        (["--ckpt-dir", "d"], "--out is missing"),
+        (["--ckpt-dir=d", "--out=m", "--watch"], "never ends"),
+        (["--ckpt-dir", "d", "--out", "m", "--keep", 3], r"what\[5\]=3: expected a string or a path"),
+    ],
 )
-def test_arguments_that_would_fail_once_training_is_over(what: list[str], says: str) -> None:
+def test_arguments_that_would_fail_once_training_is_over(what: list[Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         ExportHook(what)
 
@@ -460,7 +465,7 @@ def test_a_newer_checkpoint_takes_the_place_of_one_that_waits(tmp_path: Path) ->
     exports.start(second)
     exports.start(third)
     (tmp_path / "go").touch()
-    last = exports.finish(120)
+    last = exports.finish(math.inf)
     assert last is exports.outcomes[-1]
     assert [outcome.checkpoint for outcome in exports.outcomes] == [first, third]
     steps = [int(path.name.rpartition("-")[2]) for path in (first, third)]
