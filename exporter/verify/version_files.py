@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -216,14 +218,21 @@ def _has_passed(run: Stored, passed: Passed) -> bool:
 def _found_files(bundle: Path) -> dict[str, int]:
     """Return the size in bytes of each regular file below a directory, by relative path.
 
-    Symbolic links, and directories that cannot be listed, are left out. Raises OSError if a file vanishes
-    meanwhile.
+    Symbolic links, and what vanishes meanwhile, are left out. OSError if a directory cannot be listed: its
+    files may be there.
     """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
     found = {}
-    for directory, _, names in os.walk(bundle):
+    for directory, _, names in os.walk(bundle, onerror=refuse):
         for path in (Path(directory, name) for name in names):
-            if path.is_file() and not path.is_symlink():
-                found[path.relative_to(bundle).as_posix()] = path.stat().st_size
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    found[path.relative_to(bundle).as_posix()] = status.st_size
     return found
 
 
@@ -268,9 +277,13 @@ def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) ->
         DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     path = bundle / entry.path
-    if not path.is_file():
+    try:
+        status = path.stat()  # not `is_file`, which hides from Python 3.14 on that it may not look
+    except (FileNotFoundError, NotADirectoryError):
+        raise _not_there(path) from None
+    if not stat.S_ISREG(status.st_mode):
         raise _not_there(path)
-    size = path.stat().st_size
+    size = status.st_size
     if size != entry.bytes_:
         said = f"{path} has {size} bytes, expected {entry.bytes_}"
         if entry.is_written(bundle):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +21,14 @@ from exporter.jobs.runner import LocalEngine, Runner
 from exporter.jobs.task import Input, Range
 from exporter.publish.commit import Staging, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, TensorEntry, tensor_entries
+from exporter.publish.versions import read_manifest
 from exporter.storage.output_directory import open_directory
-from exporter.verify.version_files import Checksum, verify_bytes, verify_files, verify_published
+from exporter.verify.version_files import Checksum, verify_bytes, verify_file, verify_files, verify_published
 from exporter.wire.crc32c import chunks_of, combine, crc_of, extend
 from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.remote_models import published_log
+from tests.support.users import as_user, needs_root
 
 PREFIX = Path("variables", "variables")
 SHARD = "variables/variables.data-00000-of-00001"
@@ -123,6 +126,31 @@ def test_a_flipped_bit_in_a_small_file(tmp_path: Path, name: str) -> None:
     flip(version / name, 5)
     with pytest.raises(VerificationError, match="has checksum"):
         verify_published(version)
+
+
+@needs_root
+def test_files_that_this_user_may_not_look_at_are_not_called_missing() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # pytest's own keeps other users out
+        Path(name).chmod(0o755)
+        version = publish_bundle(Path(name, "model"))
+        entry = next(each for each in read_manifest(version).files if each.path == INDEX)
+        for path in (version.parent, version, *version.rglob("*")):
+            path.chmod(0o755)
+        (version / "variables").chmod(0o700)
+
+        def looked() -> list[str]:
+            checks = (lambda: verify_published(version), lambda: verify_file(version, entry))
+            return [_failure(check) for check in checks]
+
+        assert as_user(65534, looked) == ["PermissionError", "PermissionError"]
+
+
+def _failure(check: Callable[[], object]) -> str:
+    try:
+        check()
+    except (VerificationError, OSError) as error:
+        return type(error).__name__
+    return ""
 
 
 def test_a_version_without_manifest(tmp_path: Path) -> None:
