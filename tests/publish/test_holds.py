@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from exporter.errors import ChainEnds, ModelHeld
-from exporter.options import ExportRequest, Updates
+from exporter.options import ExportRequest, Jobs, Updates
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import execute, export, plan
 from exporter.pipeline.incremental import export_incremental
@@ -21,6 +21,7 @@ from exporter.pipeline.rebase import rebase
 from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.publish.delta_log import read_log
+from exporter.terminal.progress import no_progress
 from tests.support.commands import export_model
 from tests.support.logs import set_hold
 from tests.support.step_models import published, request_of, save, versions
@@ -165,7 +166,7 @@ def test_a_base_is_made_while_deltas_are_published(request_: ExportRequest) -> N
     save(request_.ckpt_dir, 60)
     export_incremental(request_)
     assert read_log(request_.out).at.position == 60
-    done = module._rebase(log, None, Permission())
+    done = module._rebase(log, None, Permission(), Jobs(), no_progress)
     assert done is not None
     assert done.published.version == log.at.position
     new = read_log(request_.out)
