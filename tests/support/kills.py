@@ -93,6 +93,7 @@ def _die_at(point: int, steps: Connection, action: Action, directory: Path, *arg
         real_fsync(descriptor)
 
     os.fsync = fsync  # type: ignore[assignment]
+    sys.dont_write_bytecode = True  # else who imports a module first takes more steps than others
     sys.addaudithook(step)
     action(directory, *arguments)
     steps.send(count)
