@@ -511,6 +511,7 @@ def agent(
         on_event = events.run(journal)
         try:
             with ExitStack() as stack:
+                # They end in reverse: first what writes events, last what handles them.
                 stack.enter_context(on_event)
                 if trusting.trust:
                     not_pulled = [model for model in models if model.name not in pullers]

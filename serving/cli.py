@@ -196,6 +196,7 @@ def predict(
         document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
         is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
         line = json.dumps(answer, ensure_ascii=False)
+        # Otherwise with escapes: control characters in a model's texts would reach the terminal.
         _print(sink, document, line if is_unicode and line.isprintable() else as_json(answer))
 
 

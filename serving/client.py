@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 DEFAULT_DEADLINE_S = 10.0
 DEFAULT_SIGNATURE = "serving_default"
+# gRPC's own 4 MiB are too little for large outputs, and without a limit a server can fill the memory here.
 MOST_ANSWER_BYTES = 64 << 20
 _MAX_MESSAGE_BYTES = (1 << 31) - 1  # protobuf's limit: sizes are int32
 _MOST_BYTES = {"GetModelStatus": 4 << 20, "GetModelMetadata": 16 << 20}
@@ -404,6 +405,7 @@ class ModelClient:
         In a process that runs for weeks certificates expire. Files that cannot be used are ignored until the
         next failing call.
         """
+        # Threads share a client: another one may have opened a new channel since this call failed.
         if failed is self._connection and failed.identity != identity(self._access):
             # So far only some files are replaced: the next failing call tries again.
             with suppress(ExportError, OSError):
@@ -498,7 +500,7 @@ def _version(found: Proto, asked: int | None) -> int:
     `found` is an answer with a `model_spec`.
     """
     version: int = found.model_spec.version.value
-    if asked not in (None, version):
+    if asked not in (None, version):  # a proxy or a lying server; the caller would record a wrong position
         raise ValueError(f"version {version} answers in place of {asked}")
     return version
 

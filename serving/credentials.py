@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _OPTION = "--ssl-config-file"
 _LARGEST_PEM = 4 << 20
-_LONGEST_TOKEN = 16 << 10
+_LONGEST_TOKEN = 16 << 10  # gRPC's hard limit for all metadata of a call
 
 
 def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str, Any]]) -> grpc.Channel:

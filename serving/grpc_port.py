@@ -86,6 +86,7 @@ class GrpcPort:
         ]
 
         async def make() -> grpc.aio.Server:
+            # In the loop: such a server belongs to the loop in which it is made.
             return grpc.aio.server(handlers=handlers, options=options)
 
         self._server = _begun(make()).result()
@@ -118,6 +119,7 @@ def _handler(method: Method, workers: Executor) -> grpc.RpcMethodHandler[bytes, 
         try:
             if method.is_quick:
                 return method.answer(content, call)
+            # A client that leaves cancels this coroutine: a request that no worker has begun is then dropped.
             return await asyncio.get_running_loop().run_in_executor(workers, method.answer, content, call)
         except _Aborted as aborted:
             await context.abort(*aborted.status)

@@ -50,6 +50,7 @@ _LINGER_S = 2.0
 _MOST_CONNECTIONS = 1000
 _QUICK_THREADS = 2  # for what `is_quick` names, while all other threads are busy
 _LARGEST_HEAD_BYTES = 64 << 10
+# What one read takes: sent as chunks of one byte, h11 makes 43,000 events of it (2.5 s, see `_TURN_S`).
 _STEP_BYTES = 256 << 10
 _TURN_S = 0.002  # h11 takes 60 us for each chunk of a body, however short: others get a turn in between
 _PAUSE_S = 0.0001  # `select` frees the interpreter's lock too briefly: waiting workers would starve
@@ -236,6 +237,7 @@ class HttpPort:
 
     def _drop_one(self) -> None:
         """Close the oldest connection that has not sent a complete request, if there is one."""
+        # A dict keeps the order of insertion: the oldest is first. A cancelled task is in it until it ends.
         for connection, task in self._connections.items():
             if not connection.is_busy and not connection.is_dropped:
                 connection.is_dropped = True
@@ -245,15 +247,18 @@ class HttpPort:
     def _begin_to_end(self, grace_seconds: float) -> None:
         if not self.is_ending:
             self.is_ending = True
+            # Kept, as `_accepting` is: a loop refers to its tasks weakly, and drops one that nobody keeps.
             self._ending = self._loop.create_task(self._end(grace_seconds))
 
     async def _end(self, grace_seconds: float) -> None:
         self._accepting.cancel()
+        # The selector must forget the socket before its descriptor is closed: the number may be used again.
         await asyncio.wait([self._accepting])
         self._listening.close()
         for connection, task in self._connections.items():
             if not connection.is_busy:
                 task.cancel()
+        # Twice: what is cancelled after the grace has half a second to close, before `stop` gives up at 1 s.
         for seconds in (grace_seconds, 0.5):
             if self._connections:
                 await asyncio.wait([*self._connections.values()], timeout=seconds)
@@ -344,6 +349,7 @@ class _Connection:
         except Exception:  # noqa: BLE001 - the edge of the server: there are other clients
             _log.exception("a connection ended")
         finally:
+            # Whatever ended the connection, its bytes stop counting against the bodies of others.
             self._hold(-self._held_bytes)
             if transport is None:
                 accepted.close()
@@ -351,7 +357,9 @@ class _Connection:
                 transport.abort()
 
     async def _open(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> asyncio.Transport:
+        # asyncio sets it only if the socket's `proto` is IPPROTO_TCP; `create_server` leaves that 0.
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # At twice the limit the transport stops reading: what a client sends on waits in the kernel.
         self._reader = asyncio.StreamReader(limit=_STEP_BYTES)
         protocol = asyncio.StreamReaderProtocol(self._reader)
         loop = asyncio.get_running_loop()
@@ -359,12 +367,13 @@ class _Connection:
             lambda: protocol,
             accepted,
             ssl=tls,
+            # Without `ssl` asyncio takes none.
             ssl_handshake_timeout=None if tls is None else self._port.request_seconds,
         )
         assert isinstance(transport, asyncio.Transport)
         transport.set_write_buffer_limits(0)  # `drain` then waits until the kernel has all bytes
         self._writer = asyncio.StreamWriter(transport, protocol, self._reader, loop)
-        self._is_certified = bool(transport.get_extra_info("peercert"))
+        self._is_certified = bool(transport.get_extra_info("peercert"))  # empty unless it was verified
         return transport
 
     async def _has_begun(self) -> bool:
@@ -402,7 +411,7 @@ class _Connection:
         self._hold(-self._held_bytes)
         await self._in_time(response)
         self.is_busy = False
-        self._received = self._http.trailing_data[0].lstrip(b"\r\n")
+        self._received = self._http.trailing_data[0].lstrip(b"\r\n")  # the next request may have arrived, too
         return self._http.our_state is h11.DONE and not self._port.is_ending
 
     async def _head(self) -> Any:
@@ -431,6 +440,7 @@ class _Connection:
         self._has_body = request.method != "HEAD"
         self._require_name(request.headers.get("host"))
         self._require_length(int(request.headers.get("content-length", 0)))
+        # After the checks of name and length: a client that waits does not send a body that is refused.
         if self._http.they_are_waiting_for_100_continue:
             go_on = h11.InformationalResponse(status_code=100, reason="Continue", headers=[])
             self._writer.write(self._http.send(go_on) or b"")
@@ -589,6 +599,7 @@ def _error(status: HTTPStatus, why: str) -> HttpResponse:
 
 def _most_connections() -> int:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Each holds a descriptor. The other half is for the rest of the process: models' files, calls to servers.
     return _MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, files // 2)
 
 
@@ -600,6 +611,7 @@ def _listen(host: str, port: int, option: str) -> socket.socket:
         ):
             both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
             try:
+                # `[:2]`: an address of IPv6 has four items, and `create_server` takes host and port alone.
                 listening = socket.create_server(address[:2], family=family, backlog=128, dualstack_ipv6=both)
             except OSError as error:
                 problem = error

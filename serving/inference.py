@@ -314,6 +314,7 @@ def _examples(input_: Proto, max_filled_bytes: int) -> NDArray[Any]:
             f"a context of {len(context)} bytes before each of {len(messages)} examples is more than "
             f"{max_filled_bytes} bytes"
         )
+    # Objects: numpy's own type of bytes drops zeros at the end, and a message may end in them.
     array = np.empty(len(messages), object)
     array[:] = [context + message.SerializeToString() for message in messages]
     return array
@@ -334,7 +335,7 @@ def _fill_classes(signature: Proto, count: int, values: Mapping[str, NDArray[Any
         for column in range(max(len(labels), len(numbers))):
             item = added.add()
             if labels:
-                item.label = labels[column].decode("utf-8", "replace")
+                item.label = labels[column].decode("utf-8", "replace")  # a proto's string holds UTF-8 alone
             if numbers:
                 item.score = numbers[column]
 

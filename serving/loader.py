@@ -111,10 +111,12 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
     if not has_saved_model(directory):
         names = " or ".join(SAVED_MODEL_FILES)
         raise StatusError(Code.NOT_FOUND, f"Could not find {names} in {directory}")
+    # Before the import, which takes seconds, and before TensorFlow opens anything.
     _require_files(directory)
     import tensorflow as tf
     from tensorflow.python.saved_model.loader_impl import SavedModelLoader
 
+    # Before the load: from here on retention removes no file that the session still has to read.
     lock = _lock(directory / MANIFEST_FILE)
     config = tf.compat.v1.ConfigProto.FromString(loading.session_config)
     config.intra_op_parallelism_threads = loading.intra_op_threads or config.intra_op_parallelism_threads
@@ -124,6 +126,7 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
         with uncollected(), session.graph.as_default():
             # `tf.compat.v1.saved_model.load` calls this, and logs a deprecation notice for each load.
             meta_graph = SavedModelLoader(str(directory)).load(session, list(loading.tags))
+        # `Session.run` does this before each step; `_call_tf_sessionrun` alone misses nodes added since.
         session._extend_graph()
     except BaseException as error:
         session.close()
@@ -176,6 +179,7 @@ def _run_options(timeout_ms: int | None) -> Any:
     from tensorflow.core.protobuf import config_pb2
     from tensorflow.python.client import pywrap_tf_session
 
+    # At least 1: TensorFlow takes 0 for no limit, and a step whose deadline has passed would run on.
     options = config_pb2.RunOptions(timeout_in_ms=max(1, timeout_ms))
     return pywrap_tf_session.TF_NewBufferFromString(options.SerializeToString())
 

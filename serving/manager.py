@@ -157,9 +157,10 @@ class VersionManager:
         deadline = time.monotonic() + grace_seconds
         with self._changed:
             self._stopping = True
+            # `_states` lists failed versions, too, of which nothing is loaded that could be unloaded.
             self._failures = {}
         self._wake.set()
-        if self._thread.ident is not None:
+        if self._thread.ident is not None:  # joining a thread that was never started raises RuntimeError
             self._thread.join(grace_seconds)
         for version in self._states():
             self._announce(VersionStatus(version, VersionState.UNLOADING))
@@ -206,6 +207,7 @@ class VersionManager:
                 wanted = f"Latest({self.name})" if version is None else f"Specific({self.name}, {version})"
                 raise StatusError(Code.NOT_FOUND, f"Servable not found for request: {wanted}")
             served = self._served[number]
+            # Under the lock, as the look before it: `_unload` closes a version once nobody borrows it.
             served.borrowers += 1
         try:
             yield number, served.model
@@ -364,12 +366,14 @@ class VersionManager:
 
     def _load(self, version: int, directory: Path) -> None:
         self._announce(VersionStatus(version, VersionState.LOADING))
+        # Before the load: files that change meanwhile give another fingerprint, and so another try.
         fingerprint = _fingerprint(directory)
         try:
             model = self._load_model(directory)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of a foreign model, or of TensorFlow's import
             status = status_of(error)
             unfinished = status.code is Code.UNAVAILABLE or not has_saved_model(directory)
+            # None equals no fingerprint: a version that is being removed is tried again at each look.
             self._failures[version] = None if status.code is Code.UNAVAILABLE else fingerprint
             state = VersionState.LOADING if unfinished else VersionState.END
             self._announce(VersionStatus(version, state, status.code, status.message))
@@ -390,6 +394,7 @@ class VersionManager:
             self._changed.wait_for(lambda: not served.borrowers, timeout_seconds)
             if self._served.pop(version, None) is None:
                 return  # `stop` has unloaded it meanwhile
+        # Outside the lock: other versions answer while TensorFlow frees this one.
         served.model.close()
         self._announce(VersionStatus(version, VersionState.END))
 

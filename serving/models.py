@@ -44,6 +44,7 @@ class ServedModels:
 
         Waits; requests in progress have `grace_seconds` in all before they are cut off.
         """
+        # Once this is set under the lock, no configuration adds a manager that the loop below would miss.
         with self._configuring:
             self._is_stopping = True
         deadline = time.monotonic() + grace_seconds
@@ -52,6 +53,7 @@ class ServedModels:
 
     def served(self) -> dict[str, VersionManager]:
         """Return the managers of the models in the current configuration, by name."""
+        # `list`: another thread may add a model during the iteration.
         return {name: found for name, found in list(self._managers.items()) if not found.is_retired}
 
     def is_available(self, name: str | None = None) -> bool:
@@ -90,6 +92,7 @@ class ServedModels:
         if manager is None or manager.is_retired:
             wanted = f"Latest({spec.name})" if version is None else f"Specific({spec.name}, {version})"
             raise StatusError(Code.NOT_FOUND, f"Servable not found for request: {wanted}")
+        # `enter_context`, not `with`: a StatusError of the caller's block is not a version that is gone.
         with ExitStack() as stack:
             try:
                 borrowed = stack.enter_context(manager.borrow(version))
@@ -269,6 +272,7 @@ class ConfigFile:
     def _follow(self, models: ServedModels) -> None:
         while not self._stopping.wait(self._poll_seconds):
             try:
+                # A file that is being written may be empty: as a configuration it would unload all models.
                 models.configure(self.read(may_be_empty=False))
                 problem = ""
             except (UsageError, LfsPointer) as error:

@@ -169,6 +169,7 @@ class RestInterface:
         document = _document(request)
         try:
             if target.what == "predict":
+                # A list: errors while the generator runs are raised here, where they become a status.
                 return list(self._predict(target, document))
             return [_json(self._ask_examples(target, document))]
         except rest_json.NoJsonForm as error:  # there, it is wrapped where it comes from a row

@@ -52,6 +52,7 @@ _REQUEST_S = 60.0
 """A REST client that takes longer to send a request is disconnected, unless the request is long."""
 _CONFIGURE_SECONDS = 600.0
 """Seconds for which a call without a deadline waits for new models; TF Serving waits for ever."""
+# 31 years: no deadline of a client is longer, and gRPC's last timestamp is.
 _FOREVER_SECONDS = 1e9
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _SERVICE = "grpc.health.v1.Health"
@@ -158,9 +159,11 @@ class ModelServer:
         if self._stopped:
             return
         self._stopped = True
+        # First, so that probes fail while the server still answers: balancers stop sending before it refuses.
         self._health.is_ending = True
         if self._config_file:
             self._config_file.stop()
+        # A server that never was SERVING gets no requests that could drain.
         if grace_seconds is None and self.models.is_available():
             time.sleep(self._options.network.drain_seconds)
         if grace_seconds is None:
@@ -169,8 +172,10 @@ class ModelServer:
         ended = self._server.stop(grace_seconds)
         if self._http is not None:
             self._http.stop(grace_seconds)
+        # After REST has ended: both ports have the same grace, at the same time.
         ended.result()
         self.models.stop(max(0.0, deadline - time.monotonic()))
+        # `wait=False`: a call that ignores its cut-off must not keep `stop` from returning.
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -382,6 +387,7 @@ def messages() -> tuple[Any, Any]:
         states.value.add(name=name, number=number)
     status = response.field.add(name="status", number=1, type=field.TYPE_ENUM, label=field.LABEL_OPTIONAL)
     status.type_name = ".grpc.health.v1.HealthCheckResponse.ServingStatus"
+    # A pool of its own: grpcio-health-checking has another file of this name in the default one.
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     classes = [

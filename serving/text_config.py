@@ -83,6 +83,7 @@ def _classes() -> dict[str, Any]:
     file.dependency.append(wrappers.name)
     for name, fields in _FIELDS.items():
         made = file.message_type.add(name=name)
+        # Any numbers will do: text form has the fields' names alone.
         for number, (key, kind) in enumerate(fields.items(), 1):
             repeated, _, one = kind.rpartition(" ")
             label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL

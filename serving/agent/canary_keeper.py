@@ -542,10 +542,11 @@ def _run_rollback(model: Path, to: int, reason: str) -> subprocess.CompletedProc
             *(sys.executable, "-m", "exporter", "rollback", str(model)),
             *("--to", str(to), "--if-canary", "--reason", reason),
         ],
+        # From Python 3.11 on: `-m` would first look for `exporter` in the working directory.
         env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": search},
         capture_output=True,
         text=True,
-        start_new_session=True,
+        start_new_session=True,  # signals to the agent's group, as Ctrl-C, end no rollback
         check=False,
     )
 

@@ -125,6 +125,7 @@ class EventCommand:
         except OSError as error:
             return f"it cannot be run: {error.strerror}"
         document = as_json({"format_version": FORMAT_VERSION, **asdict(event)})
+        # In a thread: a command that reads nothing blocks the write once the pipe is full (64 KiB).
         threading.Thread(target=_give, args=(process, f"{document}\n".encode()), daemon=True).start()
         until = time.monotonic() + self._deadline_s
         while (code := process.poll()) is None and time.monotonic() < until and not self._stop.wait(_LOOK_S):
@@ -166,6 +167,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     It sends the group SIGTERM; after the command's end, or after 2 seconds, it sends the rest SIGKILL.
     """
     with suppress(ProcessLookupError):
+        # `start_new_session` made the command's id that of its group.
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_S)

@@ -226,6 +226,7 @@ class Site(Struct, frozen=True):
     def _has_token(self, authorization: str) -> bool:
         if self.token is None:
             return True
+        # Bytes: it raises TypeError for texts that are not ASCII. Its time does not tell how much is right.
         return hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode())
 
     def _respond(self, path: str) -> tuple[str, str, bytes]:

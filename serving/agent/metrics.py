@@ -252,6 +252,7 @@ class Metrics:
 
     def __call__(self, event: AgentEvent) -> None:
         """Count an event; of one that applied deltas also rows, deltas and times."""
+        # So that `text` removes no labels between these two.
         with self._lock:
             self._seen.add((event.model, event.replica or "", str(event.what)))
             self._count(event)

@@ -28,8 +28,8 @@ from msgspec import Struct
 from exporter.publish.model import Log
 from exporter.publish.served import Served
 
-FIRST_PAUSE_S = 0.02
-LEAST_PROBES = 50
+FIRST_PAUSE_S = 0.02  # the period of probes by default: a shorter pause may have none in it
+LEAST_PROBES = 50  # of fewer than 100 values the p99 is the largest
 _NOISE_S = 0.001
 
 

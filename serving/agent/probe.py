@@ -26,13 +26,13 @@ from exporter.wire.tfrecord import DamagedRecord, read_records
 from serving.agent.pacing import LEAST_PROBES, Latencies
 from serving.client import ModelClient
 
-_KEPT = 512
+_KEPT = 512  # ten seconds of probes, one each 20 ms
 _IDLE_SHARE = 10
 """The factor by which the period grows once there are enough probes of the idle replica."""
 _AFTER_S = 1.0
 """Time after a call that applied deltas which still counts as applying: the next call usually follows at
 once."""
-_DEADLINE_S = 2.0
+_DEADLINE_S = 2.0  # a slower probe is recorded as taking this long
 _UNPROBED_S = 0.5
 _OWN_SIGNATURES = "incremental_"
 

@@ -90,7 +90,7 @@ class Rebuilder:
                 return problem
             with self._client(address, model) as client:
                 client.configure(_without(config, model), self._deadline_s)
-                self._wait_until_gone(client)
+                self._wait_until_gone(client)  # a version that is still loaded would stay, with its values
             self._send(config, address, model)
             return ""
         finally:

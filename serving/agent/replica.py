@@ -384,6 +384,7 @@ class Replica:
         self._report(EventKind.REFUSED, f"delta {way[0]} was refused: {reason}", version=action.version)
 
     def _audit(self, client: ModelClient, action: Audit) -> None:
+        # At the beginning: an audit that fails is not repeated at once.
         self.last_audit = time.monotonic()
         try:
             suspects = () if self.audited is None else self.audited.differing
@@ -430,7 +431,7 @@ class Replica:
                 self._report(EventKind.AUDIT, f"not rebuilt: {self._why_not_rebuilt}")
             return
         self._report(EventKind.REBUILT, "the server loaded the model again from its base")
-        self.audited, self.last_audit = None, 0.0
+        self.audited, self.last_audit = None, 0.0  # 0: the next audit is due now
         self._observe(client, is_rebuilt=True)
 
     def _restore(self) -> None:

@@ -143,6 +143,7 @@ class Observed(Struct, frozen=True):
         replicas that failed together over half of the back-off. `was_sent` is False if the call cannot have
         reached the server.
         """
+        # The exponent is bounded: after a thousand failures a float overflows.
         longest = min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** min(self.failures, 30))
         retry_at = now + longest * (0.5 + jitter / 2)
         was_away = self.was_away if self.failures else not was_sent

@@ -552,6 +552,7 @@ class Recorder(Struct):
 
         The oldest is first; empty for an unknown model.
         """
+        # `tuple`: an iteration over the deque itself fails when the recorder's thread appends meanwhile.
         return [found[model] for _, found in tuple(self.hours) if model in found]
 
     def series(self, model: str, address: str) -> list[float | None]:
