@@ -62,6 +62,7 @@ def encode_index(tensors: Iterable[TensorRef], num_shards: int) -> bytes:
     entries = [(b"", header.SerializeToString())]
     for ref in tensors:
         entries += encoder.entries(ref)
+    # By bytes, as TensorFlow's reader searches: slices' keys, which begin with 0, come before all names.
     entries.sort(key=itemgetter(0))
     return write_table(entries)
 

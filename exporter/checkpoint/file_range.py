@@ -125,6 +125,7 @@ class FileRange(Struct, frozen=True):
         return b"".join(self.chunks())
 
 
+# A range has its file's identity: after the file was replaced it is another key, and read again.
 @lru_cache(maxsize=64)
 def verify(source: FileRange) -> None:
     """Raise CorruptFile if the bytes of a range do not have its `crc32`; without one nothing is read.

@@ -47,6 +47,7 @@ class Identity(Struct, frozen=True):
         cannot be read.
         """
         if catalog.index_digest is not None:
+            # Before the digest: what is replaced in between then differs for `require_same_files`.
             files = look(catalog.prefix)
             try:
                 digest = index_digest(catalog.prefix)

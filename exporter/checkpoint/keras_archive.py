@@ -227,6 +227,7 @@ def _sharded(path: Path) -> Catalog:
         raise CorruptFile(f"{path} is not a list of Keras shards", cause=str(error)) from None
     shards = [listed_shard(path, name) for name in files]
     contents = [read_hdf5(FileRange.whole(shard), _LAYER_ATTRIBUTES) for shard in shards]
+    # Keras writes the groups of a `weight_map` with a slash before them.
     tensors = (ref for ref in _layers(*contents) if f"/{ref.name.rpartition('/')[0]}" in named)
     return _catalog(path, "Keras weights, sharded", tensors, shards)
 

@@ -294,6 +294,7 @@ def _named_by_state(directory: Path) -> Path | None:
         content = read_regular(directory / CHECKPOINT_STATE_FILE, _MAX_STATE_BYTES)
         text = content.decode(errors="surrogateescape")
         found = _STATE_PATH.search(text)
+        # The text form of protobuf has octal escapes for bytes that are not ASCII.
         name = os.fsdecode(text_encoding.CUnescape(found[1] or found[2] or "")) if found else ""
     except (OSError, ValueError, LfsPointer):
         return None

@@ -168,9 +168,11 @@ def read_header(where: str, data: bytes, size: int) -> Header | None:
         major = npy.read_magic(file)[0]
     except ValueError as error:
         raise CorruptFile(f"{where} is not an npy array", cause=str(error)) from None
+    # Behind 6 bytes of magic and 2 of version: two bytes, from version 2 on four.
     length = int.from_bytes(data[8 : 10 if major == 1 else 12], "little")
     if major > 3 or length > _MAX_HEADER_BYTES:
         raise UnsupportedFormat(f"{where} has version {major} and a header of {length} bytes")
+    # Version 3 is version 2 with fields' names in UTF-8, and arrays with fields are refused below.
     read = npy.read_array_header_1_0 if major == 1 else npy.read_array_header_2_0
     try:
         shape, is_fortran, stored = read(file, max_header_size=_MAX_HEADER_BYTES)

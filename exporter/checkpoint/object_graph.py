@@ -57,6 +57,7 @@ class TrackedObject(Struct, frozen=True):
     slot_names: tuple[tuple[str, int], ...] = ()  # of each slot: its name, and the number of its variable
 
 
+# `dict`: `cached_property` needs a `__dict__`.
 class ObjectGraph(Struct, frozen=True, dict=True):
     """All objects; number 0 is the root."""
 

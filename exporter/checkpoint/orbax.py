@@ -57,7 +57,7 @@ _TRAINABLE = "trainable_variables"
 _OF_OPTIMIZER = "optimizer_variables"
 _GROUPS_OF_KERAS = {_TRAINABLE, f"non_{_TRAINABLE}", _OF_OPTIMIZER, "metrics_variables"}
 _NUMBER = re.compile(r"([0-9]+)$")
-_MAX_DIGITS = 19
+_MAX_DIGITS = 19  # a number of so many may be no int64
 
 _MAX_TREE_BYTES = 256 << 20
 _MAX_OBJECTS = 1_000_000

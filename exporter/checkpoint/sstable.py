@@ -135,7 +135,7 @@ def _read_varint(data: bytes, position: int, path: Path) -> tuple[int, int]:
 def _read_block(data: bytes, handle: tuple[int, int], path: Path, what: str) -> list[Entry]:
     offset, size = handle
     end = offset + size
-    if size < 4 or end + _TRAILER_BYTES + _FOOTER_BYTES > len(data):
+    if size < 4 or end + _TRAILER_BYTES + _FOOTER_BYTES > len(data):  # 4: the count of restarts
         raise CorruptFile(f"{path} is damaged: the {what} lies at bytes {offset}-{end} of {len(data)}")
     stored = int.from_bytes(data[end + 1 : end + _TRAILER_BYTES], "little")
     found = masked_crc(data[offset : end + 1])
@@ -282,6 +282,7 @@ def _common_prefix(one: bytes, other: bytes) -> int:
 def _separator(last: bytes, next_: bytes) -> bytes:
     """Return a short key in [last, next_), which the index stores between two blocks."""
     at = _common_prefix(last, next_)
+    # As LevelDB's FindShortestSeparator does, byte for byte: an index has TensorFlow's own bytes.
     if at < min(len(last), len(next_)) and last[at] < 0xFF and last[at] + 1 < next_[at]:
         return last[:at] + bytes([last[at] + 1])
     return last
@@ -289,6 +290,7 @@ def _separator(last: bytes, next_: bytes) -> bytes:
 
 def _successor(last: bytes) -> bytes:
     """Return a short key >= last, which the index stores for the last block."""
+    # LevelDB's FindShortSuccessor.
     for at, byte in enumerate(last):
         if byte < 0xFF:
             return last[:at] + bytes([byte + 1])

@@ -109,6 +109,7 @@ def read_catalog(prefix: Path) -> Catalog:
         _shard_size(shard, index.reach[number], path) if number in index.reach else 0
         for number, shard in enumerate(shards)
     )
+    # After the look at the shards: those of another checkpoint of this name may have come meanwhile.
     if _identity(path) != identity:
         raise CheckpointChanged(f"{path} was replaced while it was read")
     family = "TensorFlow V2, object-based" if OBJECT_GRAPH in index.tensors else "TensorFlow V2, name-based"

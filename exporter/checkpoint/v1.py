@@ -152,7 +152,7 @@ def _restored(pattern: str, name: str, dtype: DType, part: str) -> np.ndarray[An
     import tensorflow as tf
 
     try:
-        with tf.init_scope():
+        with tf.init_scope():  # eager, also where a graph is the default
             found = tf.raw_ops.RestoreV2(
                 prefix=pattern, tensor_names=[name], shape_and_slices=[part], dtypes=[int(dtype)]
             )

@@ -81,10 +81,12 @@ class Member(Struct, frozen=True):
         return b"".join(self.stream())
 
     def _inflated(self) -> Iterator[bytes]:
+        # Negative: deflate in a zip has no header of zlib.
         inflater = zlib.decompressobj(-zlib.MAX_WBITS)
         try:
             for chunk in self.stored.chunks():
                 while chunk:
+                    # Limited, or a chunk of a bomb would become a thousand times as many bytes at once.
                     unpacked = inflater.decompress(chunk, CHUNK)
                     if unpacked:
                         yield unpacked
@@ -138,6 +140,7 @@ def _check_name(path: Path, info: zipfile.ZipInfo) -> None:
     below(path.parent, name, f"{path}: member", UnsafeArchive)
     if name.partition("/")[0].endswith(":"):
         raise UnsafeArchive(f"{path}: member {info.filename!r} leads out of the archive")
+    # The upper half is the mode on Unix.
     if stat.S_ISLNK(info.external_attr >> 16):
         raise UnsafeArchive(f"{path}: member {info.filename!r} is a symbolic link")
 
@@ -173,6 +176,7 @@ def _data_offset(whole: FileRange, info: zipfile.ZipInfo) -> int:
         raise CorruptFile(f"{whole.path} is damaged: no header where {info.filename!r} should begin")
     start = info.header_offset + _LOCAL_HEADER.size
     name = whole.part(start, name_size).read()
+    # Bit 11 says UTF-8; without it `zipfile` reads the code page 437, as the format has it.
     if name.decode("utf-8" if info.flag_bits & 0x800 else "cp437", "replace") != info.orig_filename:
         raise UnsafeArchive(
             f"{whole.path}: the directory calls a member {info.filename!r}, its own header {name!r}"

@@ -119,6 +119,7 @@ class CheckpointMarker(Struct, frozen=True, kw_only=True):
         return found
 
 
+# `dict`: `cached_property` needs a `__dict__`.
 class History(Struct, frozen=True, dict=True):
     """The increments and checkpoint markers of an increments directory."""
 

@@ -12,6 +12,7 @@ from exporter.delta.deviation import LeftOut, Rounded
 from exporter.options import DeltaDtype
 from exporter.wire.json_documents import Count, Id, Moment, Text, doc
 
+# `(?!\n)`: `$` also matches before a newline at the end.
 IncrementName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z:._-]{1,200}$(?!\n)")]
 
 

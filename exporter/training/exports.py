@@ -315,6 +315,7 @@ class Exports:
         started; both get outcomes, as failures.
         """
         with self._changed:
+            # A longer wait, as an infinite one, raises OverflowError.
             if not self._changed.wait_for(lambda: self._thread is None, min(seconds, threading.TIMEOUT_MAX)):
                 log.error("export: not done after %g s, stopping it", seconds)
                 self._abandon(seconds)
@@ -580,6 +581,7 @@ class NewCheckpoints:
 
         None otherwise, also if there is none. The first call returns one that exists.
         """
+        # Before the search: a checkpoint that appears meanwhile changes it again.
         looked = (identity_of(self._ckpt_dir), identity_of(self._ckpt_dir / CHECKPOINT_STATE_FILE))
         if looked == self._looked and not self._is_overwritten():
             return None

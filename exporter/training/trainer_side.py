@@ -605,6 +605,7 @@ def _collect(touched: Variable) -> Tensor:
     tf = v1()
     with near(touched, SCOPE + "/collect/"):
         rows = tf.where(tf.not_equal(touched.read_value(), 0))[:, 0]
+        # C1, C2, and only then the result: the proof at the top of the file needs this order.
         with tf.control_dependencies([rows]):
             clear = _resource_ops().resource_scatter_update(touched.handle, rows, tf.constant(0, tf.uint8))
         with tf.control_dependencies([clear]):
@@ -1074,6 +1075,7 @@ def _differing_rows(old: Array, new: Array) -> Array:
     """Return the numbers, ascending, of the rows whose bytes differ in two arrays of one shape."""
     if not old.size:
         return NONE
+    # Bytes, not numbers: NaN would differ from itself, and -0.0 equal 0.0.
     one, other = (np.ascontiguousarray(each).view(np.uint8).reshape(len(old), -1) for each in (old, new))
     if one.shape[1] % 8 == 0:
         one, other = one.view(np.uint64), other.view(np.uint64)
@@ -1262,6 +1264,7 @@ class Store:
             return
         oldest = min([step for step in map(step_in_name, prefixes) if step is not None] or [0])
         for name in _listed(self.path):
+            # [21:41]: the step at which it ends. Whoever restores the oldest checkpoint has it already.
             if _NAME.fullmatch(name) and int(name[21:41]) <= oldest:
                 self._discard(self.path / name)
             is_lost = name.endswith(".json") and name[: -len(".json")] not in prefixes
@@ -1761,6 +1764,7 @@ class Publisher:
         try:
             path = self._store.publish(draft, lambda writer: self._collector.write(writer, source))
         except BaseException:
+            # `write` has kept values as written that no reader will ever see.
             self._collector.abandon()
             raise
         self._collector.commit()
@@ -1818,6 +1822,7 @@ class Publisher:
 
         False if the state file has not changed since the last look, or no checkpoint is complete.
         """
+        # Before the search: a checkpoint that is finished meanwhile changes it again.
         signature = self._store.state_signature()
         if signature == self._signature:
             return False
@@ -2041,9 +2046,11 @@ class IncrementHook(SessionHook):
             self._wait_until_ready(session, coord)
             return
         # Workers wait until the flags are initialized: no change after the look of `begin_session` is missed.
+        # Always, and first: a worker that finds all ready compares this chief's plan, not one before it.
         session.run(self._recording.plan.initializer)
         ready = session.run(self._recording.are_ready)
         missing = zip(self._recording.variables, ready)
+        # Flags that exist stay: workers that went on without a chief have set them.
         session.run([variable.initializer for variable, is_ready in missing if not is_ready])
         self._chief.publisher.begin_session(session, self._step(session))
         self._unrecorded = self._count_unrecorded(session)
@@ -2421,6 +2428,7 @@ class Fit:
         graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
         objects: Dict[int, Any] = {0: self._checkpoint}
         order = [0]
+        # `order` grows meanwhile: children come behind their parents.
         for number in order:
             children = _children(objects[number])
             for child in graph.nodes[number].children:
@@ -2440,6 +2448,7 @@ class Fit:
 
     def _save_full(self) -> None:
         self._last_full = self._step
+        # The number ends the name, from which `Store` has the step of a checkpoint without `global_step`.
         self._manager.save(checkpoint_number=self._last_full)
 
 
@@ -2473,6 +2482,7 @@ def _check(model: Any) -> None:
             "IncrementCallback cannot follow a ParameterServerStrategy: its variables move between steps",
             hint="write full checkpoints: they are compared row by row when they are exported",
         )
+    # Slots exist before the first full checkpoint then; those made later would be in no increment.
     if hasattr(model.optimizer, "build"):
         model.optimizer.build(model.trainable_variables)
     else:
