@@ -11,7 +11,7 @@ from exporter.terminal import interrupt_at_once
 
 def main() -> None:
     """Run the command line `export-model`, and end the process with its exit code (SystemExit)."""
-    interrupt_at_once()
+    interrupt_at_once()  # before the imports: Ctrl-C in one would print a traceback
     collect_rarely()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy starts a thread for each core
     from exporter.cli import app

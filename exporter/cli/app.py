@@ -209,6 +209,7 @@ HelpAllFlag = Annotated[
     bool, typer.Option("--help-all", callback=_all_help, is_eager=True, help="Show all options.")
 ]
 
+# With `updates`, because typed options of bases are filled into it; without --incr they are left out again.
 NOTHING_TYPED = ExportRequest(Path(), Path(), updates=Updates())
 
 
@@ -268,6 +269,7 @@ def export(
         with command(printing):
             refuse_root_options(context)
         return
+    # `command` first: errors at the end of a block on the stack are printed like all others.
     with command(printing) as sink, ExitStack() as stack:
         if places.config is not None:
             from exporter.terminal.options_file import models_in  # late, as below
@@ -295,6 +297,7 @@ def export(
         sink.json_lines, sink.is_brief = flags.watch, flags.watch and not flags.verbose
         from exporter.cli import export_commands  # late: refused options need none of this
 
+        # Before the model is opened: a node that does not export leaves a store alone.
         if "role" not in places.despite and not (role := node_role()).is_chief:
             export_commands.stand_by(role, sink)
             return

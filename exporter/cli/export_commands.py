@@ -89,7 +89,7 @@ def run_full(
         with until_interrupted(sink) as published:
             progress = seen.progress(sink.progress)
             for done in watch(request, watching, tell, progress, ended, target.carry, seen.looked):
-                published.add(done.published.path)
+                published.add(done.published.path)  # before it is printed: an interruption there counts it
                 seen.published(done.published.manifest)
                 render.exported(done, sink)
         return
@@ -97,7 +97,7 @@ def run_full(
         if dry_run:
             render.plan(target.carry(lambda: full.plan(request)), sink)
         else:
-            graphs = run_builders_once()
+            graphs = run_builders_once()  # outside: `carry` repeats its work if another machine was faster
             done = target.carry(lambda: full.export(request, sink.progress, graphs), sink.progress)
             render.exported(done, sink)
     except PublishedAlready as error:

@@ -291,6 +291,7 @@ def diff(
 
         found = api.diff(a, b, jobs=jobs)
         render_differences.differences(found, sink)
+    # Outside `command`, which would take typer.Exit, a RuntimeError, for an unexpected error.
     if exit_code and not found.is_empty:
         raise typer.Exit(Exit.DIFFERENT)
 

@@ -18,6 +18,7 @@ from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 DEADLINE_S = 30.0
 _AT_A_TIME = 32
 _LEFT_OUT_S = 10.0
+# A server may only be busy; one that hung before gets less time, because a watch waits for it.
 _FIRST_SIGN_OF_LIFE_S, _SIGN_OF_LIFE_S = 5.0, 1.0
 
 
@@ -98,6 +99,7 @@ class Servers(Struct, frozen=True):
         except ExportError as error:
             problem = error.message
         ended = time.monotonic()
+        # One that refuses at once costs no time, and is asked at each publication.
         if position is None and ended - began >= _SIGN_OF_LIFE_S:
             self._hanging[address] = ended + _LEFT_OUT_S
         else:

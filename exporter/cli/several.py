@@ -109,6 +109,7 @@ def _one_by_one(commands: dict[str, list[str]], sink: Output, *, as_json: bool) 
     for name, command in commands.items():
         sink.note(f"{name}:")
         with _running() as started:
+            # Not `sys.stdout`: inside a command that is stderr.
             process = _start(started, command, stdout=subprocess.PIPE if as_json else sys.__stdout__)
             content, _ = process.communicate()
         yield ModelRun(name, process.returncode, _document(content) if as_json else None)
@@ -181,6 +182,7 @@ def _running() -> Iterator[list[subprocess.Popen[bytes]]]:
     try:
         yield processes
     except BaseException:
+        # To all before the first wait: so they end at the same time.
         for process in processes:
             process.send_signal(signal.SIGTERM)
         for process in processes:

@@ -176,7 +176,7 @@ def pull(
             while True:
                 try:
                     done = copy.update(sink.progress)
-                except UsageError:
+                except UsageError:  # only a person mends it
                     raise
                 except (ExportError, OSError) as error:  # store, disk or publisher may be well again
                     why = unreachable(error) if isinstance(error, OSError) else error

@@ -108,7 +108,7 @@ class Watched:
             ):  # what was there when the look before it ended; the trainer may have written since
                 self._complete = self._looked
             self._looked = time.monotonic()
-        self.beat(force=True)
+        self.beat(force=True)  # outside the lock: metrics do not wait for the file's disk
 
     def published(self, manifest: Manifest) -> None:
         """Count a publication, given its manifest, with its rows and bytes, and record its time and step.
@@ -290,7 +290,7 @@ def _serving(seen: Watched, host: str, port: int) -> Iterator[int]:
         threads=_THREADS,
         max_body_bytes=_LARGEST_BODY_BYTES,
         request_seconds=_REQUEST_S,
-        is_quick=lambda request: request.path == "/healthz",
+        is_quick=lambda request: request.path == "/healthz",  # a probe waits for no page of metrics
     )
     try:
         yield listening.port

@@ -331,6 +331,7 @@ def _take_within_limits(values: Struct, own: Collection[str] = ()) -> None:
     for one in declared(type(values)):
         if one.option.least is not None and len(one.path) == 1:
             value = one.value(values)
+            # not `value < least`, which lets NaN pass
             if value is not None and not value >= one.option.least:
                 raise given.wrong(one.path[0], value, f"{one.option.least:g} or more")
         if one.option.parts and len(one.path) == 1:
@@ -344,6 +345,7 @@ def _require_parts(one: DeclaredOption, values: Struct) -> None:
     parts = one.option.parts
     for part in parts.values():
         value = getattr(values, part.field)
+        # not `value < least`, which lets NaN pass
         if part.least is not None and value is not None and not value >= part.least:
             raise given.wrong(part.field, value, f"{part.least:g} or more")
     require_needed(parts, one.name, one.value(values))
@@ -493,7 +495,7 @@ class NormRule(Struct, frozen=True):
 
         UsageError, which names `option`, for another text.
         """
-        pattern, _, number = text.rpartition("=")
+        pattern, _, number = text.rpartition("=")  # the last one: a regular expression may have `=`, too
         try:
             bound = None if number == "auto" else float(number)
             if bound is not None and not 0 < bound < math.inf:
@@ -517,6 +519,7 @@ def _path_or_url(option: str, text: str) -> str:
     return local_name(option, text) if Url.parse(text) is None else text
 
 
+# One for each heading, in the order of `HEADINGS`.
 _places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work, _signed = (
     partial(Option, heading=heading) for heading in HEADINGS
 )
@@ -1126,6 +1129,7 @@ class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
         force_setattr(self, "for_server", _server(self.for_server))
         if isinstance(self.version, bool) or not isinstance(self.version, str | int | None):
             raise given.wrong("version", self.version, 'a number, "time" or None')
+        # `own`: converted once more, by one type each, a URL, a function or a number would be refused.
         _take_within_limits(self, own=("ckpt_dir", "out", "model", "version"))
         require_company([self])
         if self.verify_inputs is not None and self.verify is not Verify.OUTPUTS:
@@ -1211,7 +1215,7 @@ def meanings(kind: type[Struct]) -> dict[str, str]:
         if len(one.path) == 1:
             texts = one.option.of_fields() or {one.path[0]: one.option.told}
             told |= {name: _in_python(text) for name, text in texts.items()}
-    told |= _IN_PYTHON
+    told |= _IN_PYTHON  # last: it replaces texts of the command line
     return {name: told[name] for name in kind.__struct_fields__ if name in told}
 
 

@@ -254,7 +254,7 @@ def _renewed(named: dict[str, Any], known: Callable[[], Iterable[str]]) -> dict[
         return named
     found, notes = renew_named(named, {f"--{name.replace('_', '-')}" for name in known()})
     for note in notes:
-        warnings.warn(note, DeprecationWarning, stacklevel=3)
+        warnings.warn(note, DeprecationWarning, stacklevel=3)  # at the caller of our caller: the user's line
     return found
 
 
@@ -297,7 +297,7 @@ def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
         command = re.search(r"(?:export|serve)-model [a-z-]", text)
         at = command.start() if command else len(text)
         setattr(error, part, _AN_OPTION.sub(as_argument, text[:at]) + text[at:])
-    error.args = (error.message, *error.args[1:])
+    error.args = (error.message, *error.args[1:])  # what a traceback prints
 
 
 def _misfit(called: Callable[..., Any], values: Sequence[Any], named: Mapping[str, Any]) -> UsageError | None:

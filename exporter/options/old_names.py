@@ -138,6 +138,7 @@ def renew_words(program: Any, words: Sequence[str]) -> tuple[list[str], list[str
             found += written
         else:
             found.append(word)
+            # Its value is taken over as it is, though it may look like an option or a command.
             if name in options and not equals and not getattr(options[name], "is_flag", True):
                 found += _next(left)
             elif not word.startswith("-"):
@@ -174,6 +175,7 @@ def renew_variables(program: Any, prefix: str, environment: MutableMapping[str, 
     notes = []
     for old in NEW_NAMES:
         ending = _variable(old)
+        # A list, because the loop changes the environment.
         for variable in [name for name in environment if name.startswith(prefix) and name.endswith(ending)]:
             of = variable[len(prefix) : -len(ending)].strip("_").lower()
             command = program.commands.get(of) if of else program
@@ -182,6 +184,7 @@ def renew_variables(program: Any, prefix: str, environment: MutableMapping[str, 
                 continue
             value = environment.pop(variable)
             is_several = options[NEW_NAMES[old].partition(" ")[0]].multiple
+            # Click splits the variable of a repeatable option in the same way.
             typed: Any = value.split() if is_several else value
             new, texts = renewed(old, typed if takes_value(old) else value.lower() not in _FALSE)
             renamed = f"{variable.removesuffix(ending)}{_variable(new)}"

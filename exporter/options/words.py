@@ -131,6 +131,7 @@ def count(option: str, text: str) -> int:
     """
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(f"{option} {text!r} is not a whole number", hint="as in 3")
+    # The length first: beyond 4300 digits `int` raises ValueError.
     if len(text) > _LONGEST_COUNT or int(text) >= 1 << 63:
         raise UsageError(f"{option} {text[:80]!r} is not a whole number below 2**63", hint="as in 3")
     return int(text)

@@ -73,7 +73,7 @@ def sleep_until_a_signal() -> None:
         try:
             os.read(reader, 1)
         finally:
-            signal.set_wakeup_fd(before)
+            signal.set_wakeup_fd(before)  # before the pipe closes: its number may soon be another file's
     finally:
         os.close(reader)
         os.close(writer)

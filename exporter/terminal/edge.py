@@ -85,6 +85,7 @@ def command(flags: OutputFlags) -> Iterator[Output]:
             the reader of stdout has ended.
         Leave: as the block raised it.
     """
+    # before the redirection below: an output keeps the stdout that it finds
     sink = Output(flags.mode)
     for note in RENAMED.get():
         sink.warn(note)
@@ -175,6 +176,7 @@ def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
     if debug:
         import traceback
 
+        # before the error, which with --json is the last line of stderr
         for part in traceback.format_exception(*sys.exc_info()):
             sink.stderr.write(in_lines(part.rstrip("\n")) + "\n")
     sink.error(with_names(error))
@@ -196,6 +198,7 @@ def _keep_stderr() -> None:
     """
     with suppress(OSError, ValueError):  # it has no descriptor, or there are no more
         if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.fileno() == 2:
+            # 1: line by line, as Python's own stderr
             sys.stderr = os.fdopen(os.dup(2), "w", 1, sys.stderr.encoding, sys.stderr.errors)
 
 
@@ -241,6 +244,7 @@ def run(
         SystemExit: always; with the exit code.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    # First: a copy of stderr takes the lowest free number, which may be that of a closed stdin.
     _open_closed_streams()
     _keep_stderr()
     _say_all_characters()
@@ -258,7 +262,7 @@ def run(
         code = program.main(
             arguments,
             prog_name=name,
-            standalone_mode=False,
+            standalone_mode=False,  # else Click prints errors in its own way, and exits
             obj={NOTES: notes},
             auto_envvar_prefix=prefix,
         )

@@ -106,6 +106,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     form = 'write model = "my_model.py:serving" and keep = 3 into a file, a line each' if is_toml else form
     try:
         content = read_regular(path, _MAX_BYTES)
+        # A mark (BOM) of a Windows editor: TOML's libraries refuse it, `json.loads` skips it in bytes.
         found = _toml(content.decode("utf-8-sig")) if is_toml else json.loads(content)
     except FileNotFoundError:
         beside = (each.name for each in path.parent.glob(f"*{path.suffix}"))

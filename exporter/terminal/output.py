@@ -163,7 +163,7 @@ class Output(Struct):
                     lines = [*self._time(), *lines]
                 for line in lines:
                     self.stdout.write(shown(rendered(line, coloured=coloured), printable) + "\n")
-            self.stdout.flush()
+            self.stdout.flush()  # inside the block: a full disk is noticed here, not by `write`
 
     def _time(self) -> list[str]:
         return [time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())] if self.json_lines else []
@@ -209,7 +209,7 @@ class Output(Struct):
             table.add_column(
                 heading,
                 justify="right" if justify == "right" else "left",
-                overflow="fold",
+                overflow="fold",  # rich cuts a long name off otherwise
                 no_wrap=at != widths.index(max(widths)),  # in a narrow terminal the longest gives way
             )
         for row in cells:
@@ -219,7 +219,7 @@ class Output(Struct):
             if title:
                 console.print(Text(printable(shown(title)), "italic"), soft_wrap=True)
             console.print(table)
-            self.stdout.flush()
+            self.stdout.flush()  # inside the block: a full disk is noticed here, not by `write`
 
     def note(self, text: str) -> None:
         """Print a note for people on stderr, not with --json or --quiet; a failure to write is ignored."""
@@ -335,7 +335,7 @@ class Output(Struct):
                 return Text(f"{human_bytes(task.completed)} of {human_bytes(task.total)}{speed}")
 
         columns = (
-            bars.TextColumn("{task.description}", markup=False),
+            bars.TextColumn("{task.description}", markup=False),  # a label may have brackets: `items[0:4]`
             bars.BarColumn(),
             Bytes(),
             bars.TimeRemainingColumn(),
@@ -367,6 +367,7 @@ class Output(Struct):
         )
 
 
+# Without it rich takes the terminal of stdin, or 80 columns, in which it folds names.
 _PIPE_WIDTH = 200
 
 
@@ -406,6 +407,7 @@ def silence(stream: IO[str]) -> None:
     """
     with suppress(OSError, ValueError):
         descriptor = os.open(os.devnull, os.O_WRONLY)
+        # Not closed: Python flushes it once more at exit, and a failure there makes the exit code 120.
         os.dup2(descriptor, stream.fileno())
         os.close(descriptor)
 

@@ -302,6 +302,7 @@ def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhe
     `found` has each option, its struct's parameter and its value, by name; `elsewhere` has the options from
     variables and files, by parameter name, and loses the reset ones. UsageError if a value is wrong.
     """
+    # Again after each round: an option that goes with a reset one is now alone, too.
     while True:
         values = [
             (one, one.default if value is None else _read(one, value, elsewhere))

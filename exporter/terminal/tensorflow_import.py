@@ -82,7 +82,7 @@ def said_by_name() -> Iterator[None]:
 def _watched() -> Iterator[None]:
     finder = _Finder(is_quiet=False)
     if not _is_watched():
-        sys.meta_path.insert(0, finder)
+        sys.meta_path.insert(0, finder)  # before the path finder, which finds TensorFlow, too
     try:
         yield
     finally:
@@ -127,7 +127,7 @@ def on_import_of_tensorflow() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # an export computes nothing that a device would help
     if _PACKAGE not in sys.modules and not _is_watched():
-        sys.meta_path.insert(0, _Finder(is_quiet=True))
+        sys.meta_path.insert(0, _Finder(is_quiet=True))  # before the path finder
 
 
 def _is_of_tensorflow(error: ModuleNotFoundError) -> bool:
@@ -167,6 +167,7 @@ class _QuietLoader:
 
         logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
         if module.__spec__ is not None:
+            # `importlib.resources` asks the loader for the package's files: ours could not answer.
             module.__spec__.loader = self._loader
         with _descriptor_2_turned_away():
             self._loader.exec_module(module)
@@ -178,6 +179,7 @@ def _descriptor_2_turned_away() -> Iterator[None]:
 
     sys.stderr.flush()  # what was written before must not be caught
     original = os.dup(2)
+    # A file, and no pipe: nobody reads during the import, and a full pipe would block it for ever.
     with tempfile.TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)
         try:

@@ -13,6 +13,7 @@ from exporter.storage.local_paths import quoted
 from exporter.terminal.help import brief, program_of
 from exporter.terminal.parameters import variable_of
 
+# Ranges first: the texts without one are their beginnings.
 _PLAINLY = {
     "is not a valid int range": "is not a whole number",
     "is not a valid int": "is not a whole number",
