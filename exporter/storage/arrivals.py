@@ -31,7 +31,7 @@ IN_MOVE_SELF: the directory itself, as when a volume is unmounted.
 _QUIET_S = 0.003
 """Seconds within which changes count as one arrival: a save, or a publication, renames several files."""
 _LONGEST_BURST_S = 0.05  # a writer without pauses must not delay a look for ever
-_BUFFER_BYTES = 1 << 16
+_BUFFER_BYTES = 1 << 16  # less than an event with the longest name is refused (EINVAL)
 _EVENT = struct.Struct("iIII")  # struct inotify_event; as many bytes of a name follow as its last field says
 _NO_MATTER = {errno.ENOENT, errno.ENOTDIR, errno.EACCES}
 """The next call tries such a directory again; errors are reported by whoever lists it."""

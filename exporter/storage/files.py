@@ -23,7 +23,7 @@ from exporter.storage.layout import flaw_of
 
 T = TypeVar("T")
 
-_LOCK_POLL_SECONDS = 0.02
+_LOCK_POLL_SECONDS = 0.02  # flock has no limit of time of its own
 # A file older than this has other times after each change; clocks of file servers differ a little.
 SETTLED_NS = 2_000_000_000
 _MOST_KEPT_BYTES = 16 << 20  # of files whose content is kept in memory: 5,000 manifests of deltas
@@ -80,7 +80,7 @@ def make_directories(path: Path) -> None:
         missing.append(path)
         path = path.parent
     for directory in reversed(missing):
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(exist_ok=True)  # another process may make it, too
         sync(directory.parent)
     if not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path))
@@ -94,7 +94,7 @@ def write_durably(path: Path, content: bytes) -> None:
     """
     with writing(path), path.open("xb") as file:
         file.write(content)
-        file.flush()
+        file.flush()  # fsync knows nothing of bytes that Python still buffers
         os.fsync(file.fileno())
 
 
@@ -198,11 +198,13 @@ def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int,
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | kind)
     try:
         with _naming(path):
+            # of what was opened: the name may lead to another file by now
             found = os.fstat(descriptor)
             if stat.S_ISDIR(found.st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+            # before the first read: until then the file of an object has zeros in place of its bytes
             mirror.fetch(path, ranges)
             if found.st_size < _LFS_BYTES and os.pread(descriptor, len(_LFS), 0) == _LFS:
                 raise LfsPointer(f"{path} is a pointer of Git LFS: what it stands for was not fetched")
@@ -315,10 +317,12 @@ class Unchanged(Generic[T]):
         forgotten when their files together would pass 16 MiB. Raises what `read` raises.
         """
         try:
+            # before the file is read: a change in between shows at the next look
             found = os.stat(path)  # noqa: PTH116  a `Path` costs more than the call, and there are thousands
         except OSError:
             return read(Path(path))  # raises the error
         name = os.fspath(path)
+        # a copying tool may set mtime and size back, never ctime
         looks = (*FileIdentity.of(found), found.st_ctime_ns)
         kept = self._kept.get(name)
         if kept is not None and kept[0] == looks:
@@ -343,6 +347,7 @@ def copy_file(source: Path | str, target: Path | str) -> None:
         CheckpointError, DiskFull, PublishError: the object cannot be fetched, or cannot be kept here.
         OSError: `source` cannot be read, `target` cannot be written, or both are one file.
     """
+    # `shutil` opens it itself, past `open_regular`
     mirror.fetch(Path(source))
     shutil.copy(source, target)
 

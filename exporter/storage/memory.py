@@ -13,4 +13,4 @@ def available_bytes() -> int | None:
     except OSError:
         return None
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return None if found is None else int(found[1]) << 10
+    return None if found is None else int(found[1]) << 10  # what the kernel calls kB has 1,024 bytes

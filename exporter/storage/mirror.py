@@ -98,6 +98,7 @@ class Mirror:
         """Called after the model was locked here, before anything is read under the lock."""
         self.on_hold: Callable[[], None] | None = None
         """Called after a hold was set here, before the work that it announces."""
+        # reentrant: `show` of a model's mirror holds it around this class's
         self._lock = threading.RLock()
         self._directories: set[str] = set()  # of all names shown until now
         directory = private_directory()
@@ -141,6 +142,7 @@ class Mirror:
             for name in self._shown.keys() - found.keys():
                 (self.root / name).unlink(missing_ok=True)
                 del self._shown[name]
+            # after the removals: a file may have gone whose name is a directory of others now
             for name, each in found.items():
                 if name not in self._shown or self._shown[name].object != each:
                     self._place(name, each)
@@ -237,6 +239,7 @@ class Mirror:
         CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be read,
         DiskFull or PublishError if writing to the disk fails.
         """
+        # one thread at a time: another may have fetched the same ranges meanwhile
         with self._asking(), self._lock:
             held = self.held(name)
             if held is None:
@@ -259,6 +262,7 @@ class Mirror:
             held = self.held(name)
             if held is None or not held.lacks(ranges):
                 return None
+        # without the lock: what `ask` reads is not kept, and may take minutes
         with self._asking():
             return ask(self._reader, held.object)
 
@@ -310,6 +314,7 @@ class Mirror:
                 os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
         finally:
             os.close(descriptor)
+        # only now: a fetch that breaks off leaves holes in the file, which read as zeros
         for start, stop in missing:
             held.fetched.add(start, stop)
 
@@ -356,7 +361,9 @@ class Mirror:
             with self._new.open("wb") as file:
                 file.truncate(each.size)
                 inode = os.fstat(file.fileno()).st_ino
+            # before the rename: who sees the new file must see its object's time
             os.utime(self._new, (each.modified, each.modified))
+            # never written in place: who has the old file open, or mapped, keeps the old object's bytes
             self._new.replace(path)
         except OSError as error:
             raise os_error(error, path) from error
@@ -379,6 +386,7 @@ def local(path: Path) -> Path:
     if url is None:
         return path
     with _LOCK:
+        # under the lock: other threads wait for the listing, and do not list again
         if (mirror := _CHECKPOINTS.get(url)) is None:
             mirror = Mirror(url)
             mirror.refresh()
@@ -743,6 +751,7 @@ def private_directory() -> Path:
     fcntl.flock(lock, fcntl.LOCK_EX)
     root = new.rename(new.with_name(new.name[1:]))  # locked before others can find it
     for left in root.parent.glob(f"{_PREFIX}*"):
+        # without O_CREAT: a directory of such a name that lacks our lock file is not ours to remove
         _remove_if_left(left, os.O_RDWR)
     for left in root.parent.glob(f".{_PREFIX}*"):  # perhaps killed before it was locked
         with suppress(OSError):
@@ -763,6 +772,7 @@ def _remove_if_left(directory: Path, flags: int) -> None:
     Errors are ignored.
     """
     with suppress(OSError):
+        # O_NOFOLLOW: everybody may write to /tmp
         lock = os.open(directory / LOCK_FILE, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -105,7 +105,9 @@ class ObjectReader:
         """
         import obstore
 
+        # a list, not a generator: a listing that breaks off begins again from the start
         def listed() -> list[RemoteObject]:
+            # a batch for each page of S3: obstore's own of 50 would be twenty calls of the library
             batches = obstore.list(self._store, path or None, offset=after, chunk_size=1000)
             found = (_object(each) for batch in batches for each in batch)
             return [
@@ -170,6 +172,7 @@ class ObjectReader:
 
         if start >= stop:
             return memoryview(b"")
+        # if_match in each request: parts of one file must come from one object
         options: Any = {"range": (start, stop), **({"if_match": found.tag} if found.tag else {})}
 
         def content() -> memoryview:
@@ -233,6 +236,7 @@ class ObjectReader:
             take(planned[0])
             return
         with workers(_CONNECTIONS, "fetch") as pool:
+            # a list: all are submitted before the first is waited for
             for task in [pool.submit(take, request) for request in planned]:
                 task.result()
 
@@ -286,6 +290,7 @@ class ObjectWriter(ObjectReader):
             how: Any = {"chunk_size": size, "max_concurrency": at_once}
             sent: Any = file
             if note is not None:
+                # obstore sends an iterator as an upload in parts, three requests even for one part
                 sent = _parts(opened, size, note) if whole > size else b"".join(_parts(opened, size, note))
             return awaited(lambda: obstore.put(self._patient, key, sent, **how))["e_tag"] or ""
 
@@ -300,6 +305,7 @@ class ObjectWriter(ObjectReader):
 
         with writing_to(self.url, key):
             awaited(lambda: obstore.copy(self._patient, found.key, key))
+        # a copy takes no condition on its source, so that this comes after it
         now = self.look(found.key)
         if now is None or _bare(now.tag) != _bare(found.tag):
             raise CheckpointChanged(f"{self._named(found.key)} was replaced after it was written")
@@ -430,6 +436,7 @@ def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
             "timeout": _SLOW,
             "allow_http": plain,
         },
+        # obstore begins no retry later than this: a patient request may be silent that long before its first
         "retry_config": {"max_retries": _RETRIES, "retry_timeout": _RETRY + (silence or timedelta())},
     }
     with asking(url):
@@ -589,6 +596,7 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
     try:
         with calling(where):
             yield
+    # `from None` here and below: the text of obstore's error may have a signed URL
     except (exceptions.PreconditionError, FileNotFoundError) as error:
         if key is None:
             raise absent from None
@@ -613,6 +621,7 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
             raise StoreUnavailable(
                 f"{where}: there are no credentials", cause=f"{why}: {said}", hint=HINTS[url.scheme]
             ) from None
+        # S3 says 400 to a token that has expired, or is malformed
         if said[:3] in ("401", "403") or (said[:3] == "400" and _CODE.search(str(error))):
             raise refused(error) from None
         if said[:3] == "404" and key is None:
@@ -725,6 +734,7 @@ def missing_credentials(scheme: str, said: str) -> str:
     """
     if "bulk delete" in said:  # also a POST, but to the store itself
         return ""
+    # where ECS gives a task its credentials, by AWS_CONTAINER_CREDENTIALS_RELATIVE_URI
     container = os.environ.get("AWS_CONTAINER_CREDENTIALS_FULL_URI") or "http://169.254.170.2/"
     if not _NOT_GIVEN.search(said) and not (scheme == "s3" and container in said):
         return ""

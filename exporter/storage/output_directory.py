@@ -138,11 +138,13 @@ class _LocalDirectory:
             return str(target.stat().st_mtime_ns)
 
     def put_new(self, name: str, path: Path) -> None:
+        # a link fails if the name is taken, where a rename would replace: of two tasks the first one counts
         with _naming(self._path / name), suppress(FileExistsError):
             (self._path / name).hardlink_to(path)
 
     def put(self, name: str, content: bytes) -> None:
         with _naming(self._path / name), new_file(self.scratch) as (descriptor, path):
+            # of a copy, as the end of `new_file` closes its own descriptor
             with os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(content)
             self.put_file(name, path)

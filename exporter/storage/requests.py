@@ -46,6 +46,7 @@ def requests(pieces: Iterable[tuple[int, int, int]]) -> Iterator[Request]:
     Pieces are cut into parts of at most `PART_BYTES`; parts near each other share a request.
     """
     request: Request | None = None
+    # in order: the loop compares each with the request before it alone
     for piece in sorted(part for whole in pieces for part in _parts(*whole)):
         if request is not None:
             stop = max(request.stop, piece.stop)

@@ -18,12 +18,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.1  # a set event is noticed within this time: no wait is for an event and an answer
 SLOW_SECONDS = 15.0
 """A call to a store without an answer for this long is reported before it ends, which may take minutes."""
 
 
-class GivenUp(BaseException):
+class GivenUp(BaseException):  # no `except Exception` on the way may take it for a failure
     """The work is no longer wanted. This is not a failure, and is not reported."""
 
 
@@ -41,6 +41,7 @@ class Calls:
         is named as in `entered`.
         """
         ended = () if self._slow is None else (self._slow,)
+        # a copy: other threads begin and end calls meanwhile
         began, what = min((*tuple(self._began.values()), *ended), default=(0.0, ""))
         seconds = time.monotonic() - began
         return (what, seconds) if what and seconds >= SLOW_SECONDS else None
@@ -110,7 +111,7 @@ def within(seconds: float) -> Iterator[None]:
     """
     end = threading.Event()
     timer = threading.Timer(seconds, end.set)
-    timer.daemon = True
+    timer.daemon = True  # the process does not wait for it to end
     timer.start()
     try:
         with suppress(GivenUp), until(end):
@@ -153,6 +154,7 @@ def workers(count: int, name: str) -> Iterator[Executor]:
     try:
         with setting_if_interrupted(end):
             yield pool
+            # inside: SIGINT while this waits for the tasks ends their requests, too
             pool.shutdown()
     finally:
         pool.shutdown(cancel_futures=True)  # the process waits for these threads
@@ -180,6 +182,7 @@ def awaited(ask: Callable[[], T]) -> T:
     _require_wanted(ends)
     threading.Thread(target=take, name="ask", daemon=True).start()
     while not answer.done():
+        # without events only a signal ends it: Python's main thread runs handlers while it waits for a lock
         wait([answer], _LOOK_SECONDS if ends else None)
         _require_wanted(ends)
     return answer.result()

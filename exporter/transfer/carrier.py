@@ -43,7 +43,7 @@ DECISION_SECONDS = 60.0
 FAREWELL_SECONDS = 1.0
 """How long (s) an interrupted upload or decision may take to record that it is abandoned."""
 _COPIES = 16
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.5  # each look is a request, which stores charge for
 _UNREADABLE_HOLD = b"a rollback is being published\n"
 """Servers do not move while a hold states no position: so none loads what a rollback is about to undo."""
 
@@ -52,6 +52,7 @@ class Carrier:
     """A publisher to a model in a store, which replaces the head only if it is the one that was last read."""
 
     def __init__(self, store: ObjectWriter) -> None:
+        # the owner is random: process ids of several machines repeat
         self._store, self._url, self._owner = store, store.url, secrets.token_hex(8)
         self._is_probed = False
         self._skew: float | None = None
@@ -72,6 +73,7 @@ class Carrier:
         store cannot be read.
         """
         found = fetch_head(self._store)
+        # together: a beat must not send one head under the condition of another
         with self._replacing:
             self.head, self._tag = found or (Head(), None)
         deciding = self.head.deciding
@@ -256,7 +258,9 @@ class Carrier:
         self._replace(replace(before, uploading=upload))
         try:
             with self._beating(lambda: self._goes_on(upload, before)) as check:
+                # before the commit: if this process is killed right after it, another one reveals this
                 self._store.put(key, item.content)
+                # leased, so that retention here removes nothing; closed, so that copies end with the block
                 with lease(model / item.path), closing(self._put_files(model, item, same)) as sizes:
                     for size in sizes:
                         bar.advance(size)
@@ -291,6 +295,7 @@ class Carrier:
                 if not self._goes_on(upload, before):
                     raise PositionMoved(f"a person decided about {self._url} meanwhile")
             head = self.head
+            # published, it is not abandoned any more
             given_up = {path: files for path, files in head.given_up.items() if path != item.path}
             done = replace(head, path=item.path, manifest=item.digest, uploading=None, given_up=given_up)
             done = replace(done, deciding=None if ends_decision else head.deciding).holding(holds)
@@ -339,6 +344,7 @@ class Carrier:
         def upload(file: FileEntry) -> None:
             path = model / item.path / file.path
             mirror.fetch(path)
+            # compared as it was sent: a second reading could meet other bytes
             tag = self._store.upload(key(file), path, passage.noting(file))
             passage.check_file(file)
             sent.append(file)
@@ -548,6 +554,7 @@ class Carrier:
         return replace(self.head, deciding=None) if is_over else self.head
 
     def _put_head(self, head: Head) -> None:
+        # each head differs from all before it: where tags are digests, equal ones could not be told apart
         head = replace(head, owner=self._owner, beat=self.head.beat + 1)
         key, content = self._url.key(HEAD_FILE), head.encoded()
         if self._tag is None:

@@ -128,6 +128,7 @@ class Head(Struct, frozen=True):
         Paths that end in `hold.json` are documents of holds, `tags.json` has the tags, all others are holds.
         Without a file of tags the new head has none.
         """
+        # latin-1 has a character for each byte: whatever a hold contains comes back as it was
         text = {name: content.decode("latin-1") for name, content in files.items()}
         tags = text.pop(TAGS_FILE, "")
         documents = {name: text.pop(name) for name in files if name.endswith(HOLD_DOCUMENT_FILE)}

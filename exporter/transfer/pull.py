@@ -422,8 +422,10 @@ class LocalCopy:
         self._require_model(stored)
         with writing(model):
             make_directories(model)
+        # a lock of its own: publishing takes the model's, and flock would make this process wait for itself
         with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
             if pinned := self._pin(stored):
+                # now with the identity in force, which leaves other models out
                 seen = self._look(store)
                 head, stored = seen.head, seen.stored
             job = _Pull(store, self.url, model, stored, fetched, self._damaged, self._pinned())
@@ -599,6 +601,7 @@ class _Pull:
             return self._done()
         if self.own != self._kept(known):
             remember(self._model, self._url, known or Head(), self.own, self.last)
+        # first, for the room that it makes
         removed = self._prune(is_current=self._is_current(wanted, waiting), everything=prune)
         incomplete = self._fetch(wanted, progress)
         if not incomplete:
@@ -988,6 +991,7 @@ class _Pull:
             CheckpointError, PublishError: the store cannot be read, or the copy cannot be written.
         """
         self._sweep({item.digest for item in wanted})
+        # before anything that they hold back can be seen
         self._set_holds(wanted)
         whole = dict[str, dict[str, RemoteObject]]()
         for item in wanted:
@@ -1130,6 +1134,7 @@ class _Pull:
                 remove_tree(staged)  # to be fetched again
                 said = self._damaged[objects] = error.message.replace(str(staged), f"{self._url}/{item.path}")
                 raise self._damage_of(item, said) from error
+            # last: with it the directory is a publication
             write_durably(staged / MANIFEST_FILE, item.content)
             sync(staged)
         return staged, spared
@@ -1200,6 +1205,7 @@ class _Pull:
                     bar.advance(file.bytes_)
                 fetch([file for file in missing if file not in linked | made])
                 alone = [file for file in coming if file not in fetched]
+                # all at once, which is fast; if that fails, one by one, to find the file that differs
                 with suppress(*_DAMAGE, EngineFailed):
                     passage.compare(alone, merged.runner)
                     alone = []
@@ -1234,10 +1240,12 @@ class _Pull:
         CheckpointError if the object cannot be fetched, OSError or PublishError if the file cannot be
         written.
         """
+        # hidden, and under another name than a whole file's
         part = path.with_name(f".{path.name}.part")
         with part.open("wb") as opened:
             self._store.copy(each, opened.fileno(), [(0, each.size, 0)], path, bar.advance, note)
             opened.flush()
+            # before the rename: the next pull takes a file of this name and size for a whole one
             os.fsync(opened.fileno())
         part.replace(path)
         sync(path.parent)
@@ -1261,8 +1269,10 @@ class _Pull:
     def _publish(self, item: Item, staged: Path) -> None:
         target = self._model / item.path
         with writing(target), Staging(self._model) as staging, model_lock(self._model):
+            # again, under the lock: since the listing an agent or a person may have decided here
             if self._is_held(item) or local_paths(self._model).keys() - self.here.keys():
                 raise CheckpointChanged(f"{self._model} was rolled back, or published to, during the pull")
+            # before the rename: a server that lists both would go through values that were taken back
             self._clear_way(item)
             make_directories(target.parent)
             hold, brought, held = Hold(target.parent), Hold(staged).read(), None
@@ -1562,6 +1572,7 @@ class _MergedHere(ExitStack):
         if self._bundle is None or not _has_size(source := self._bundle / file.path, file.bytes_):
             return False
         make_directories(path.parent)
+        # as `commit.seal` does it: servers run as other users
         source.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
         sync(source)
         source.replace(path)

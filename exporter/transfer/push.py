@@ -254,6 +254,7 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     store, url, model = ObjectWriter(plan.url), plan.url, plan.model
     carrier = Carrier(store)
     digests = {item.digest for item in plan.upload}
+    # an upload of the same manifest was begun from this directory: one that was killed is not waited for
     carrier.await_turn(lambda upload: upload.manifest in digests)
     ours = _ours(model, plan.trust)
     stored = stored_items(store, ours, plan.stored, carrier.completed, plan.trust)

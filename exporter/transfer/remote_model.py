@@ -409,6 +409,7 @@ class RemoteModel:
         """
         stored, carrier, here = self._stored, self._carrier, local_paths(self.path)
         new = [local_item(self.path, path) for name, path in here.items() if name not in stored.manifests]
+        # as they were published here: a merger after its parts, though it ends where the last of them does
         new.sort(key=lambda item: (item.manifest.created, item.order))
         gone = sorted(stored.manifests.keys() - here.keys())
         holds = local_holds(self.path)
@@ -418,6 +419,7 @@ class RemoteModel:
             if carrier.is_deciding:
                 carrier.end_decision()
             return
+        # before the delta that they belong to: the next publisher may begin as soon as it sees that
         self._put_caches_of_next()
         is_version = any(not item.is_delta for item in new)
         same = StoredFiles(self.path, stored, self._stored_versions(here) if is_version else ())
@@ -438,6 +440,7 @@ class RemoteModel:
         if holds != carrier.shown or not new:
             carrier.settle(holds)
         with suppress(ExportError):  # the next command does it again
+            # after the head was replaced: a publisher that was slower has failed, and relies on none of these
             remove_stored(self._store, stored, *gone)
             self._put_caches()
             self._remove_given_up()
@@ -509,6 +512,7 @@ class RemoteModel:
         }
         left = {path: names for path, names in found.items() if names}
         if left:
+            # first: from then on not even the same files may be uploaded there, which would be deleted here
             carrier.forget(left)
             self._store.delete(*(self.url.key(name) for names in left.values() for name in names))
 

@@ -34,7 +34,7 @@ from exporter.wire.protos import Proto, message_class
 from exporter.wire.rest_json import predict_inputs
 
 _LONGEST = 16 << 20
-_LONGEST_MODEL = 1 << 31
+_LONGEST_MODEL = 1 << 31  # readers of protocol buffers accept no more
 _SHOWN = 3
 _DEFAULT_SIGNATURE = "serving_default"
 Outputs = Mapping[str, NDArray[Any]]

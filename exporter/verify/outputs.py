@@ -199,13 +199,16 @@ def compare_outputs(
         served = protos.message_class("SavedModel").FromString(content).meta_graphs[0].signature_def
     for name in sorted(signatures):
         if name not in asked:
+            # an opened batch shows in the staged signature alone: the source's has the traced number
             signature = served[name] if traced_rows and name in served else signatures[name]
             batches = _BATCHES if _has_open_batch(signature) else _BATCHES[:1]
             if traced_rows and _has_open_batch(signature):  # an experiment made its batch size variable
+                # also the traced number, and more than two parts of it, the last of which is padded
                 batches = (1, *batches, traced_rows, 2 * traced_rows + 1)
             requests += [generated(name, signature, rows) for rows in batches]
     option = "--verify outputs"
     original = f"the source graph ({source.label})"
+    # one after the other, each in a session of its own: both at once would need memory for two sets of values
     with running.session(original, option) as session, _reported(original):
         expected = _run_source(session, source, mapping, requests, traced_rows, _Tables(tables or {}, bundle))
     with running.session("the staged bundle", option) as session, _reported("the staged bundle"):
@@ -218,6 +221,7 @@ def compare_outputs(
             key = request.signature, output
             differences[key] = max(error, differences.get(key, 0.0))
     worst = max(differences, key=lambda key: differences[key], default=None)
+    # not `>`: NaN is not above any tolerance
     if worst is not None and not differences[worst] <= tolerance:
         raise VerificationError(
             f"output {worst[1]!r} of signature {worst[0]!r} differs by {differences[worst]:.3g} from the "
@@ -300,15 +304,20 @@ def _run_source(
     tables: _Tables,
 ) -> list[Feeds]:
     runnable = runnable_graph(source)
+    # first: it removes nodes that no output needs, and those that restore are such
     _keep_harmless(session, source, mapping, runnable, requests)
     tables.size(source, runnable)
     for node in protos.all_nodes(runnable):
+        # a trainer's devices (parameter servers, GPUs) do not exist here
         node.device = ""
     restoring = _Restoring(Body(runnable.node), mapping, tables)
+    # TensorFlow opens the shards itself, and finds holes in files of a mirror that were not fetched
     fetch_tensors(mapping.catalog, [item.tensor for item in mapping.sources if not tables.has(item)])
+    # all nodes before `open`, which sends the graph
     steps = [*restoring.add()]
     session.open(runnable)
     for target, feeds in steps:
+        # one variable at a time is in memory twice; a large one may take longer than a step of the graph
         session.run([], feeds, [target], limited=False)
     if source.init_op:
         files = {f"{n}:0": np.array(str(path).encode(), object) for n, path in files_to_feed(source).items()}
@@ -417,6 +426,7 @@ class _Restoring(Struct, frozen=True):
         is_table, is_moved = self.tables.has(item), bool(item.gather_parts or item.scatter_parts)
         part, dtype = variable.part, item.dtype if is_table else item.tensor.dtype
         name = item.key if is_table else item.tensor.name
+        # whole tables where rows move: those of one part come from all over the table
         spec = part.restore_spec if part and not (is_table or is_moved) else ""
         (value,) = self._restored(self.tables.prefix if is_table else prefix, [name], [spec], [dtype])
         feeds: dict[str, NDArray[Any]] = {}
@@ -427,6 +437,7 @@ class _Restoring(Struct, frozen=True):
             value, feeds = self._moved(value, item, part, dtype)
         node = self.body.by_name[variable.node]
         target = self.body.output(node, 0)
+        # graphs of TensorFlow 1 may have variables of either kind
         if node.op == "VarHandleOp":
             assign = self.body.add("verify/assign", "AssignVariableOp", target, value, dtype=dtype)
         else:

@@ -85,6 +85,7 @@ class _Elements(Struct, frozen=True):
         Raises CheckpointChanged if a file vanished or became shorter, CheckpointError if it cannot be opened.
         """
         values, size = np.empty(len(ids), self.dtype), self.dtype.itemsize
+        # "right": an empty slice begins where the next one does, and that one has the element
         owners = np.searchsorted(self.starts, ids, side="right") - 1
         for number, extent in enumerate(self.extents):
             ours = np.flatnonzero(owners == number)

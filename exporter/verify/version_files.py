@@ -111,6 +111,7 @@ def verify_files(
         if entry.path not in found:
             raise _not_there(bundle / entry.path)
         verify_file(bundle, entry, passed)
+    # a size and times prove nothing of a file into which a trainer may write: only reading it does
     written = {bundle / each.path for each in listed.values() if each.is_written(bundle, for_sure=False)}
     prefix = prefix or _prefix_of_saved_model(bundle, found)
     if expected or f"{prefix}.index" in found:
@@ -141,8 +142,10 @@ def verify_bytes(
     """
     runs = [run for run in _runs(catalog) if shards is None or run.catalog.path_of(run.extent) in shards]
     numeric = [run for run in runs if run.tensor.dtype.itemsize is not None]
+    # no task can check these: their crc32c covers lengths as fixed integers, which are varints on disk
     strings = [run for run in runs if run.tensor.dtype is DType.STRING]
     progress = progress or NoProgress()
+    # numbers alone: their stored bytes are what was passed, and what the crc32c covers
     unread = numeric if passed is None else [run for run in numeric if not _has_passed(run, passed)]
     batches = list(_batches(unread, runner.task_bytes))
     try:
@@ -177,6 +180,7 @@ class Passed:
         def note(offset: int, content: memoryview) -> None:
             end = offset + len(content)
             inside = known[bisect_right(known, offset) : bisect_left(known, end)]
+            # computed without the lock: it is most of the work, and lets other threads run
             for start, stop in pairwise((offset, *inside, end)):
                 crc = extend(0, np.frombuffer(content[start - offset : stop - offset], np.uint8))
                 with self._lock:
@@ -201,6 +205,7 @@ def runs_of(index: Index, prefix: Path) -> dict[Path, tuple[tuple[int, int, int]
     """
     runs: dict[int, set[tuple[int, int, int]]] = {}
     for extent in (extent for ref in index.tensors.values() for extent in ref.extents):
+        # a set: tensors may share a run
         runs.setdefault(extent.shard, set()).add((extent.offset, extent.size, extent.crc32c))
     return {
         shard_path(prefix, shard, index.num_shards): tuple(sorted(found)) for shard, found in runs.items()
@@ -227,6 +232,7 @@ def _found_files(bundle: Path) -> dict[str, int]:
             raise error
 
     found = {}
+    # without `onerror` a directory that may not be listed would look empty
     for directory, _, names in os.walk(bundle, onerror=refuse):
         for path in (Path(directory, name) for name in names):
             with suppress(FileNotFoundError):
@@ -354,6 +360,7 @@ def _batches(runs: Iterable[Stored], most: int) -> Iterator[list[_Piece]]:
     room = most
     for run in runs:
         extent = run.extent
+        # an empty run is one piece, too: its checksum must be compared
         for start in range(0, max(extent.size, 1), most):
             size = min(most, extent.size - start)
             batch.append((run, Range(extent.shard, extent.offset + start, size)))
@@ -389,6 +396,7 @@ def _compare(jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
     for batch, receipt in jobs:
         for (run, piece), piece_crc in zip(batch, receipt.read, strict=True):
             extent = run.extent
+            # the first piece of a run begins anew: the pieces before it are of another one
             crc = combine(crc, piece_crc, piece.size) if piece.offset > extent.offset else piece_crc
             if piece.offset + piece.size == extent.offset + extent.size:
                 _check(run, crc)

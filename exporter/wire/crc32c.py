@@ -67,6 +67,7 @@ def masked_crc(data: bytes) -> int:
     return mask(extend(0, data))
 
 
+# EOFError for `tables.lay_out`, which names the object that was cut; to all others a read that failed
 class EndsEarly(EOFError, OSError):
     """A file ends before the bytes that are asked for: it was cut while it was read."""
 
@@ -83,6 +84,7 @@ def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
     while offset < end:
         chunk = os.pread(fd, min(CHUNK, end - offset), offset)
         if not chunk:
+            # pread returns nothing at the file's end alone: fewer bytes than asked for are no end
             raise EndsEarly(end)
         offset += len(chunk)
         yield chunk
@@ -101,6 +103,7 @@ def crc_of(fd: int, offset: int, size: int) -> int:
         count = os.preadv(fd, [buffer.data[: end - offset]], offset)
         if not count:
             raise EndsEarly(end)
+        # only what this read has filled: behind it are bytes of the chunk before
         crc = extend(crc, buffer[:count])
         offset += count
     return crc

@@ -130,6 +130,7 @@ def _numpy(dtype: DType) -> np.dtype[Any]:
         raise TypeError(f"{dtype.label} has no fixed-size numpy type")
     import numpy as np
 
+    # TensorFlow's numpy types of these are structures of one field; stored are the plain integers
     name = _QUANTIZED.get(dtype.name, dtype.label)
     dtype_: np.dtype[Any]
     try:
@@ -148,6 +149,7 @@ def is_floating(values: np.ndarray[Any, Any]) -> bool:
 
     Of 8-bit floats only float8_e5m2 counts.
     """
+    # ml_dtypes' bfloat16 has the kind "V", as raw bytes have
     return values.dtype.kind == "f" or str(values.dtype) == DType.BFLOAT16.label
 
 

@@ -35,6 +35,7 @@ def to_codes(rows: Array) -> tuple[Array, Array, Array]:
     """
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
     largest = np.abs(flat).max(axis=1, initial=0)
+    # a magnitude beyond float32 gets an infinite scale, and NaN stays NaN: neither row fits
     with np.errstate(over="ignore", invalid="ignore"):
         scales = _rounded_up((largest / _LARGEST_CODE).astype(np.float32))
         fits = np.asarray(np.isfinite(largest) & (scales <= LARGEST_SCALE))
@@ -49,15 +50,18 @@ def to_codes(rows: Array) -> tuple[Array, Array, Array]:
 def _rounded_up(scales: Array) -> Array:
     """Return positive float32 values, rounded up to 17 significant bits."""
     spare = np.uint32((1 << _SPARE_BITS) - 1)
+    # A carry out of the fraction goes on into the exponent, which is the next power of two; infinity stays
     return np.asarray(((scales.view(np.uint32) + spare) & ~spare).view(np.float32))
 
 
 def beside_codes(codes: Array, scales: Array) -> Array:
     """Return served rows int8 [n, dim + 4], given codes int8 [n, dim] and their scales [n]."""
+    # on disk little endian, whatever the machine
     return np.concatenate([codes, scales.astype("<f4")[:, np.newaxis].view(np.int8)], axis=1)
 
 
 def values_of(served: Array) -> Array:
     """Return the values float32 [n, dim] of served rows int8 [n, dim + 4]."""
+    # numpy views other item sizes only of contiguous rows
     scales = np.ascontiguousarray(served[:, -SCALE_BYTES:]).view("<f4")
     return np.asarray(served[:, :-SCALE_BYTES].astype(np.float32) * scales)

@@ -21,7 +21,7 @@ from msgspec import Meta
 from exporter.wire.dtypes import DType
 
 # `(?!\n)`: to Python, `$` also stands before a line break that ends the text.
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # graphs hold positions as int64
 Measure = Annotated[float, Meta(ge=0)]
 Text = Annotated[str, Meta(max_length=65_536)]
 Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{16,64}$(?!\n)")]
@@ -30,6 +30,7 @@ Crc = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}$(?!\n)")]
 Release = Annotated[str, Meta(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}$(?!\n)")]
 Shape = tuple[Count, ...]
 Moment = Annotated[datetime, Meta(tz=True)]
+# mypy cannot read a `Literal` whose values are computed
 if TYPE_CHECKING:
     DtypeLabel = str
 else:
@@ -129,6 +130,7 @@ def as_builtins(value: Any) -> Any:
 
 def encode_lines(values: list[Any] | tuple[Any, ...]) -> bytes:
     """Return a list as JSON in ASCII with a line for each item; NaN and infinities become null."""
+    # JSON escapes line breaks within strings: each one here ends an item
     lines = msgspec.json.Encoder().encode_lines(values).removesuffix(b"\n")
     return b"[\n  " + _in_ascii(lines.replace(b"\n", b",\n  ")) + b"]"
 
@@ -152,6 +154,7 @@ def _decoded(text: str | bytes, type_: Any, where: str) -> Any:
 
 def _named(error: msgspec.ValidationError, where: str) -> DocumentError:
     """Return the DocumentError for an error of msgspec, with the path of the field in front."""
+    # msgspec gives the path in its text alone: "... - at `$.b[1]`", of a key "... - at `key` in `$.a`"
     said, _, path = str(error).partition(" - at ")
     key, _, field = path.strip("`").rpartition("` in `")
     what = "a key: " if key else ""

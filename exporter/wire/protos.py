@@ -146,7 +146,9 @@ def _add_file(pool: descriptor_pool.DescriptorPool, name: str) -> None:
         if missing := [each for each in file.dependency if not _is_in(pool, each)]:
             left += missing
             continue
+        # several files may have asked for the same import
         if not _is_in(pool, left.pop()):
+            # a file is refused until all files that it imports are in the pool
             pool.AddSerializedFile(file.SerializeToString())
 
 

@@ -39,8 +39,9 @@ REST_TYPES = frozenset(
 _MAY_OVERFLOW = (re.compile(r"[eE]\+?[0-9]{3}"), re.compile(r"[0-9]{309}"))
 
 
-_NO_SPACE = dict.fromkeys(map(ord, " \t\n\v\f\r"))
+_NO_SPACE = dict.fromkeys(map(ord, " \t\n\v\f\r"))  # the white space of C, as absl skips it: JSON has fewer
 _BASE64 = re.compile(r"([A-Za-z0-9+/]*)([=.]*)")
+# JSON's white space alone: `\s` would accept texts that the server refuses
 _SPACE = re.compile(r"[ \t\n\r]*")
 _MOST_DIMENSIONS = 254  # of a tensor (TensorShape::MaxDimensions); numpy takes fewer, and says so
 LONG_BYTES = 4 << 20
@@ -145,6 +146,7 @@ def parse_request(body: bytes | bytearray) -> dict[str, Json]:
 
 
 def _parse(text: str) -> Json:
+    # Python reads 1e999 as infinity; the server refuses it
     may_overflow = any(pattern.search(text) for pattern in _MAY_OVERFLOW)
     decoder = json.JSONDecoder(parse_float=_finite if may_overflow else None)
     if len(text) > LONG_BYTES:
@@ -452,12 +454,14 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
     """
     items: Sequence[Json] = [value]
     for size in shape:
+        # exact types here and below: True is an instance of int, and no number to the server
         if set(map(type, items)) != {list} or set(map(len, items)) != {size}:
             return None
         items = list(chain.from_iterable(items))
     kinds = set(map(type, items))
     if dtype.is_floating and kinds and kinds <= {int, float}:
         with suppress(OverflowError):
+            # integers go through float64, too, as in the server: rounded once, some would differ
             return _rounded(np.array(items, np.float64), dtype).reshape(shape)
     if dtype in _INTEGERS and kinds == {int}:
         least, greatest = dtype.limits

@@ -98,6 +98,7 @@ def attribute_text(value: Proto) -> str:
     kind = value.WhichOneof("value") or ""
     held = getattr(value, kind) if kind else b""
     if hasattr(held, "SerializeToString"):
+        # `func` has a map of attributes: without this its order, and so the text, differs from run to run
         held = held.SerializeToString(deterministic=True)
     return f"{kind}={held!r}" if kind else "="
 

@@ -73,6 +73,7 @@ def to_arrays(
     """
     found = {}
     for name, proto in sorted(protos.items()):
+        # in the order of names: a map has none, and the limit must strike the same tensor each time
         found[name] = to_array(proto, most_filled_bytes)
         most_filled_bytes -= max(0, found[name].nbytes - proto.ByteSize())
     return found
@@ -163,6 +164,7 @@ def _field_values(proto: Proto, dtype: DType) -> NDArray[Any]:
     if name == "float8_val":
         return _content(proto.float8_val, dtype)
     item: np.dtype[Any] = _FIELD_ITEMS.get(dtype, _number(dtype))
+    # half_val has the bits of each value as an int32, and a complex value is two floats: hence the view below
     values: NDArray[Any] = np.array(getattr(proto, name), item)
     return values.view(dtype.numpy) if dtype in _FIELD_ITEMS else values.astype(dtype.numpy, copy=False)
 

@@ -11,7 +11,7 @@ from typing import IO
 
 from exporter.wire.crc32c import masked_crc
 
-_MAX_RECORD_BYTES = (1 << 31) - 1
+_MAX_RECORD_BYTES = (1 << 31) - 1  # a record is one message, and protocol buffers have no larger ones
 
 
 class DamagedRecord(ValueError):
@@ -35,6 +35,7 @@ def read_records(file: IO[bytes]) -> Iterator[bytes]:
         OSError: reading fails.
     """
     while header := file.read(12):
+        # checked first: a flipped bit in the length would ask for gigabytes
         length = int.from_bytes(_checked(header, 8), "little")
         if length > _MAX_RECORD_BYTES:
             raise DamagedRecord(f"a record claims {length} bytes")
