@@ -39,6 +39,7 @@ def approve(log: Path, model: Path, *, expected: int | None, position: int) -> i
         TargetNotWritable, DiskFull, PublishError: the hold cannot be written, or not be synced to disk.
     """
     hold = Hold(log)
+    # the staging before the lock: it deletes what killed runs left, which may be many gigabytes
     with Staging(model) as staging, model_lock(model):
         by = hold.by
         if hold.approved() != expected or hold.binds or (by is not None and by.url):

@@ -88,6 +88,7 @@ def seal(bundle: Path) -> tuple[FileEntry, ...]:
     files: list[FileEntry] = []
     for name, directories, names in os.walk(bundle, topdown=False, onerror=_raise):
         directory = Path(name)  # bottom-up: syncing a directory makes the names in it durable
+        # os.walk lists a link to a directory among directories, and does not enter it: refused as a file
         links = [child for child in directories if (directory / child).is_symlink()]
         files += [_seal_file(bundle, directory / child, mode) for child in names + links]
         _set_mode(directory, mode)
@@ -96,7 +97,7 @@ def seal(bundle: Path) -> tuple[FileEntry, ...]:
 
 
 def _seal_file(bundle: Path, path: Path, mode: int) -> FileEntry:
-    found = path.lstat()
+    found = path.lstat()  # of the name itself: a link must not be published
     if not stat.S_ISREG(found.st_mode):
         raise VerificationError(f"the staged {path} is not a regular file")
     is_shared = found.st_nlink > 1
@@ -168,6 +169,7 @@ class VersionRule(Struct, frozen=True):
         text = str(asked)
         if text == "time":
             return cls("time")
+        # the length first: of thousands of digits `int` raises an error of its own
         if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= LARGEST_ASKED):
             raise UsageError(
                 f"--version {text!r} is neither `time` nor an integer in [0, 2**62)",
@@ -430,6 +432,7 @@ def publish_delta(
         held = None
         if under_lock.holds:
             held = log.hold.prepare(position, staging)
+            # before sealing, so that the manifest lists it: the hold is published with the delta
             shutil.copyfile(held, staging.path / HOLD_FILE)
         files = _sealed(staging)
         with _locked(staging.model, is_ours=under_lock.is_ours):
@@ -630,6 +633,7 @@ def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE
         ExportError: the decision could not begin in the store; ModelHeld or PositionMoved because of others.
     """
     path, is_published_to = model / name, name == LOCK_FILE
+    # the file is never removed: else two processes could lock two files of this name
     lock = open_lock(path)
     try:
         if not (_lock_in_turn(model, lock, seconds) if is_published_to else lock_within(lock, seconds)):

@@ -365,6 +365,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         by_position = {base.at.position: base for base in self.bases}
         base = by_position[nearest_base(self.deltas, by_position, target)]
         chain = self.chain(base.at.position, target)
+        # before the values are read: what differs from the signature must not reach a new publication
         require_signed_bytes(base.path, base.manifest)
         layers = tuple(self.open(delta, only=only).changes for delta in chain)
         return LayeredState(base.stored(), layers, hint=BROKEN_LOG_HINT)
@@ -494,6 +495,7 @@ def logs_of(model: Path, versions: Sequence[VersionDir]) -> tuple[DeltaLog, ...]
     found: dict[int, DeltaLog] = {}
     for child in versions:
         with suppress(ManifestError, NotUpdatable):
+            # the head first, which is cheap: of each log only its newest base is read whole
             number = read_head(child.path).log if child.has_manifest else None
             if number is not None and number not in found:
                 base, deltas = LogBase.read(child.path), list_deltas(log_path(model, number))

@@ -24,7 +24,7 @@ from exporter.tables.integer_sets import among, distinct
 
 Array = np.ndarray[Any, Any]
 
-_VALUES_AT_ONCE = 1 << 20
+_VALUES_AT_ONCE = 1 << 20  # so that the mask takes a megabyte, however large the tensor
 _WHOLE = np.zeros(1, np.int64)
 """The row numbers of a variable that is not a table: it counts as one row."""
 
@@ -96,6 +96,7 @@ def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
         if delta.entry.finite and not left:
             continue
         changes = log.open(delta).changes
+        # first out, then in: values that this delta replaces do not last, its own may
         for name, change in changes.items():
             if name in left:
                 ids = change.ids if isinstance(change, Rows) else _WHOLE

@@ -185,6 +185,7 @@ def this_user() -> str:
         name = getpass.getuser()
     except (OSError, KeyError):  # in a container there may be no name for the number
         name = f"uid {os.getuid()}"
+    # a name that is not UTF-8 has no form in JSON
     return f"{name}@{os.uname().nodename}".encode(errors="backslashreplace").decode()[:200]
 
 
@@ -283,6 +284,7 @@ class Hold(Struct, frozen=True):
         A hold without a recorded author counts as the directory's own. If the number cannot be read, both are
         as `hold.json` says.
         """
+        # the number first: a document that was read before it may lack the hold that the number states
         content, said = self.content(), self._said()
         if content is None:
             return Decided()  # a document without a number says nothing

@@ -43,6 +43,7 @@ def _place(model: str | Path) -> Path:
     if url is None:
         return Path(model) / MADE_BY_FILE
     home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    # a URL has characters that a file's name cannot have
     name = hashlib.sha256(str(url).encode()).hexdigest()[:32]
     return Path(home).expanduser() / "export-model" / name / MADE_BY_FILE
 

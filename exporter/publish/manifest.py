@@ -420,6 +420,7 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
         """
         if self.incremental is not None and self.incremental.state is not None:
             return self.incremental.state
+        # ids are in later manifests and in names of caches: another formula would not find them again
         crcs = [[int(crc, 16) for crc in tensor.crc32c] for tensor in self.tensors]
         return hashlib.sha256(encode([self.created.isoformat(), crcs])).hexdigest()[:32]
 
@@ -525,6 +526,7 @@ def schema_digest(tensors: Iterable[TensorEntry]) -> str:
 
     The JSON is `[[name, dtype, shape], ...]`, sorted by name.
     """
+    # each manifest states its digest and is refused if it differs: the formula can never change
     rows = sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     return hashlib.sha256(encode(rows)).hexdigest()
 
@@ -551,7 +553,9 @@ def head_from_json(text: str | bytes) -> ManifestHead:
     ManifestError if the head is damaged, or of another format version.
     """
     with _damage_named(text):
+        # as `_text` writes that key
         head: ManifestHead = decode_head(text, ManifestHead, "manifest", end='"tensors": [')
+        # now: a caller of `created` expects no DocumentError
         _created(head.created_text)
         return head
 
@@ -585,8 +589,10 @@ def _text(document: Document) -> bytes:
         value = getattr(document, name)
         if is_required or value is not None:
             lines.append(f'"{name}": '.encode() + encode(value))
+    # after the short fields: `head_from_json` searches for this key, and parses what is before it
     lines.append(b'"tensors": ' + encode_lines(document.tensors))
     lines.append(b'"files": ' + encode_lines(document.files))
+    # last: it covers all bytes before this line
     if document.signature is not None:
         lines.append(b'"signature": ' + encode(document.signature))
     return b"{" + b",\n ".join(lines) + b"}\n"
@@ -622,6 +628,7 @@ def _check_consistency(manifest: Manifest, schema_digest: str) -> None:
             raise DocumentError(f"a {what} is listed twice")
     if not manifest.files:
         raise DocumentError("files lists none: nothing is published without one")
+    # the signature covers files by their digests alone: one without could hold anything
     if manifest.signature is not None and not all(file.sha256 for file in manifest.files):
         raise DocumentError("it is signed, and a file has no sha256")
     for file in manifest.files:

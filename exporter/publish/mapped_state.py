@@ -117,9 +117,11 @@ def network_file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return ""
+    # resolved: mount points are real paths
     there, longest, found = path.resolve(), -1, ""
     for line in lines:
         point, kind = line.split(" ")[1:3]
+        # the kernel writes a blank so, as blanks divide the fields: proc(5)
         point = point.replace("\\040", " ")
         if len(point) >= longest and there.is_relative_to(point):  # of two on one point the later one counts
             longest, found = len(point), kind

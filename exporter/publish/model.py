@@ -286,6 +286,7 @@ class _Known(Struct):
         fetched from its store; UsageError if a file of trusted keys cannot be read.
         """
         try:
+            # before it is read: a manifest that is replaced in between is read again at the next look
             file = FileIdentity.of((path / MANIFEST_FILE).stat())
             known = self.bases.get(path)
             if known is not None and known[0] == file:
@@ -582,6 +583,7 @@ class Model(Struct, frozen=True, dict=True):
         """
         if self.problem:
             return []
+        # a copy: another thread's look may add to the same memory
         of_logs = (commit.created for log in self.logs.values() for commit in tuple(log.commits.values()))
         return [*of_logs, *self.known.plain.values()]
 
@@ -592,6 +594,7 @@ class Model(Struct, frozen=True, dict=True):
         A user that took over from another for good is not in turn. Only the last publications of trainers
         count.
         """
+        # a copy, as in `times`
         known = dict(self.known.publishers)
         last = [known[position] for position in sorted(known)[-_LAST_PUBLISHERS:]]
         turns = [name for name, before in zip(last, [None, *last], strict=False) if name != before]

@@ -127,6 +127,7 @@ def require_on_way(log: DeltaLog, span: Span) -> None:
     if hold is None or not span.end <= hold:
         return
     known: list[SpanLike] = [delta for delta in log.deltas if delta.end <= hold]
+    # only what is newly reached: positions that servers pass already are none of the merger's doing
     passed, then = (_passed(spans, span.start) for spans in (known, [*known, span]))
     if span.end in then - passed:
         raise ModelHeld(

@@ -119,6 +119,7 @@ def _periodic(ours: Sequence[VersionDir], keep: Keep) -> set[int]:
         try:
             created = read_head(child.path).created
         except (ManifestError, CheckpointError):
+            # its time is unknown: it may be the one to keep
             spared.add(child.version)
             continue
         for form, newest in periods.items():
@@ -171,6 +172,7 @@ def retire_deltas(
         if not new:
             break
         settled = [delta for delta in settled if delta.path not in new]
+    # of all deltas, too: a young one may begin where one of these ends, and need it
     spare = {delta.path for delta in expendable(log.deltas, bases, needed=needed)} if unneeded else set()
     removed, trash = [], []
     for delta in unneeded:
@@ -305,6 +307,7 @@ def move_away(published: Path, model: Path) -> Path:
         BlockingIOError: a process has one.
         OSError: it may not be locked or moved.
     """
+    # a random end: another delta or version of this name may be there already
     trash = model / f"{TRASH_PREFIX}{published.name}-{os.urandom(4).hex()}"
     manifest = open_lock(published / MANIFEST_FILE, flags=0)
     try:

@@ -50,6 +50,7 @@ class Room(Struct, frozen=True):
         deltas = sum(len(list_deltas(log)) for log in log_directories(model))
         unit = disk.f_frsize
         used = (disk.f_blocks - disk.f_bfree) * unit
+        # f_bavail, not f_bfree: some blocks are kept for root
         size, free = disk.f_blocks * unit, disk.f_bavail * unit
         return cls(model, size, used, free, sum(blocks.values()), tuple(own), deltas)
 
@@ -92,7 +93,7 @@ def _files(directory: Path) -> Iterator[os.stat_result]:
 
 
 def _bytes(found: os.stat_result) -> int:
-    return found.st_blocks * 512
+    return found.st_blocks * 512  # in units of 512 bytes on every file system: stat(2)
 
 
 def _mounted_at(path: Path) -> Path:

@@ -15,6 +15,7 @@ _LONGEST_VERSION = len(str(MOST_VERSION))
 def version_number(text: str) -> int | None:
     """Return the version that a text of ASCII digits means; None if it is none."""
     digits = text.lstrip("0") or text[-1:]
+    # the length before `int`, which refuses thousands of digits
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= _LONGEST_VERSION
     return int(digits) if is_number and int(digits) <= MOST_VERSION else None
 

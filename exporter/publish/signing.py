@@ -60,8 +60,9 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 _BEGINNING = "export-model publication 1"
+# As `manifest._text` joins fields. No value holds this, since JSON escapes line breaks.
 _LAST_LINE = b',\n "signature": '
-_LONGEST_LINE = 4096
+_LONGEST_LINE = 4096  # a name of 255 characters takes 3,060 bytes in ASCII, the rest about 200
 _LONGEST_KEYS = 64 << 10
 _LONGEST_NAME = 255
 _PEM = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----\s.*?-----END \1-----", re.DOTALL)
@@ -206,6 +207,7 @@ class Trust(Struct, frozen=True):
                 hint="publish a new base (--new-base always --again --sign-key); and find out who writes "
                 "there",
             ) from None
+        # after the signature: until then nobody has said what the manifest says
         self._check_identity(content, path, where)
 
     def _check_identity(self, content: bytes, path: str, where: object) -> None:
@@ -302,6 +304,7 @@ def _digest(path: Path) -> str:
     found = path.stat()
     if found.st_nlink == 1:
         return file_digest(path)
+    # before the file is read, and compared again after it
     looks = FileIdentity.of(found)
     if (known := _known.get(looks)) is not None:
         return known  # if the file changed unnoticed, readers refuse its bytes: nothing wrong is accepted
@@ -356,6 +359,7 @@ def _signature(line: bytes, where: object) -> Signature:
         if len(line) > _LONGEST_LINE:
             raise DocumentError(f"it has {len(line)} bytes")
         found: Signature = decode(line.removesuffix(b"}\n"), Signature, "signature", written=encode)
+        # byte for byte, as a signature does not cover its own line: nothing else may stand there
         if encode(found) + b"}\n" != line:
             raise DocumentError("it is not the last line")
     except DocumentError as error:

@@ -117,6 +117,7 @@ def remove_leftovers(model: Path) -> None:
         entries = [entry for entry in found if entry.is_dir(follow_symlinks=False) or entry.is_symlink()]
     for entry in entries:
         if entry.name.startswith(TRASH_PREFIX):
+            # without a lock: what is here was published, and no path leads to it any more
             remove_tree(Path(entry.path))
         elif entry.name.startswith(STAGING_PREFIX) and not entry.is_symlink():
             _remove_if_dead(Path(entry.path))

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 LONGEST_TAGS = 1 << 16
 """The most bytes of the document, which is part of a store's head: some hundred tags."""
 
-_LONGEST_NUMBER = 19
+_LONGEST_NUMBER = 19  # digits of 2**63 - 1
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 _AGO = re.compile(r"([0-9]{1,9})([smhdw])")
 _RESERVED = r"latest|previous|yesterday|[0-9]+[smhdw]?|[0-9]{4}-[0-9]{2}-[0-9]{2}.*"

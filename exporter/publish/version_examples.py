@@ -161,6 +161,7 @@ def _keys(version: Path, meta_graph: Proto, lookup: Lookup) -> Iterable[object]:
 
 
 def _of_file(version: Path, lookup: FromFile) -> Iterator[bytes]:
+    # a graph names its assets, and may name any path
     path = below(version / ASSETS_DIRECTORY, lookup.asset, f"{version} names an asset:", CorruptFile)
     try:
         with regular_file(path) as file:

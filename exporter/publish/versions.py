@@ -125,7 +125,7 @@ _MOST_SHOWN = 5
 _INT64 = range(-(1 << 63), 1 << 63)
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _DELTA = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
-_LONGEST_IDENTITY = 80
+_LONGEST_IDENTITY = 80  # 64 digits, and a line break
 _MOST_NAMES = 1 << 16
 """The most delta names kept parsed: a watch lists the same thousands several times for each new one."""
 
@@ -148,6 +148,7 @@ def served_version(name: str) -> int | None:
     allowed. Source: ParseVersionNumber in
     tensorflow_serving/sources/storage_path/file_system_storage_path_source.cc.
     """
+    # no file has a longer name; of thousands of digits `int` raises
     if len(name) > 255 or not _INTEGER.fullmatch(name):
         return None
     number = int(name)
@@ -164,6 +165,7 @@ def version_dirs(model: Path) -> tuple[VersionDir, ...]:
     for entry in _entries(model):
         version = served_version(entry.name)
         if version is not None:
+            # not through a link: what it leads to is another's, and retention neither counts nor removes it
             has_manifest = entry.is_dir(follow_symlinks=False) and _is_regular(
                 Path(entry.path) / MANIFEST_FILE
             )
@@ -361,6 +363,7 @@ def read_manifest(directory: Path) -> Manifest:
         DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     path = directory / MANIFEST_FILE
+    # with keys the signature is checked each time: they are replaced at any time
     return _manifests.of(path, _read) if trust_of(directory) is None else _read(path)
 
 
@@ -447,6 +450,7 @@ def lease(version: Path) -> Iterator[Manifest]:
         OSError: the file system has no locks.
     """
     with _open_manifest(version) as (descriptor, path):
+        # in this order: see `retention.move_away`
         if not try_lock(descriptor, shared=True) or not still_at(descriptor, path):
             raise ManifestError(f"{version} is being removed", hint="take a newer version")
         yield _parse(descriptor, path, from_json)
@@ -514,6 +518,7 @@ def in_force(
     place = os.path.abspath(model)  # noqa: PTH100  `resolve` follows links
     keys = _Keys(signer, trust, unsigned)
     with _changing:
+        # a new list each time: readers take no lock
         _in_force[place] = [*_in_force.get(place, ()), keys]
     try:
         yield
@@ -606,6 +611,7 @@ def trust_of(directory: Path) -> tuple[Trust, str] | None:
     if not _in_force:
         return None
     directory = Path(os.path.abspath(directory))  # noqa: PTH100
+    # a delta is three levels below its model: deltas/LOG/START-END
     for model in directory.parents[:3]:
         trust = _keys_of(str(model)).trust
         if trust is not None:

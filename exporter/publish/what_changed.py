@@ -73,6 +73,7 @@ def _norms(name: str, change: Rows, before: LayeredState) -> Iterator[Array]:
         if not _is_number(new.dtype):
             return
         old = before.rows_at(name, np.asarray(change.ids[start : start + step]))
+        # float64: squares of large float32 values would be infinite, and unsigned integers would wrap around
         difference = new.astype(np.float64) - old.astype(np.float64)
         yield np.sqrt(np.sum(difference.reshape(len(new), -1) ** 2, axis=1))
 

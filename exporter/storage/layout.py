@@ -88,7 +88,7 @@ IDENTITY_FILE = ".identity"  # of the only model whose publications a copy accep
 
 CHECKPOINT_STATE_FILE = "checkpoint"
 # The part of a checkpoint file's name after the prefix.
-# Five digits at least: TensorFlow pads shard numbers with %05d, and a number of more digits stays whole
+# Five digits at least: TensorFlow writes shard numbers with %05d, and longer ones whole.
 CHECKPOINT_SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
 
 INCREMENTS_DIRECTORY = "increments"

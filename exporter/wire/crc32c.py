@@ -67,7 +67,7 @@ def masked_crc(data: bytes) -> int:
     return mask(extend(0, data))
 
 
-# EOFError for `tables.lay_out`, which names the object that was cut; to all others a read that failed
+# EOFError for `tables.lay_out`, which names the object that was cut; an OSError for all others.
 class EndsEarly(EOFError, OSError):
     """A file ends before the bytes that are asked for: it was cut while it was read."""
 

@@ -50,7 +50,7 @@ def to_codes(rows: Array) -> tuple[Array, Array, Array]:
 def _rounded_up(scales: Array) -> Array:
     """Return positive float32 values, rounded up to 17 significant bits."""
     spare = np.uint32((1 << _SPARE_BITS) - 1)
-    # A carry out of the fraction goes on into the exponent, which is the next power of two; infinity stays
+    # a carry out of the fraction goes into the exponent, and makes the next power of two; infinity stays
     return np.asarray(((scales.view(np.uint32) + spare) & ~spare).view(np.float32))
 
 

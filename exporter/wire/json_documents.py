@@ -30,7 +30,7 @@ Crc = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}$(?!\n)")]
 Release = Annotated[str, Meta(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}$(?!\n)")]
 Shape = tuple[Count, ...]
 Moment = Annotated[datetime, Meta(tz=True)]
-# mypy cannot read a `Literal` whose values are computed
+# mypy cannot read a `Literal` whose values are computed.
 if TYPE_CHECKING:
     DtypeLabel = str
 else:

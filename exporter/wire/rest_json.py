@@ -41,7 +41,7 @@ _MAY_OVERFLOW = (re.compile(r"[eE]\+?[0-9]{3}"), re.compile(r"[0-9]{309}"))
 
 _NO_SPACE = dict.fromkeys(map(ord, " \t\n\v\f\r"))  # the white space of C, as absl skips it: JSON has fewer
 _BASE64 = re.compile(r"([A-Za-z0-9+/]*)([=.]*)")
-# JSON's white space alone: `\s` would accept texts that the server refuses
+# JSON's white space alone: `\s` would accept texts that the server refuses.
 _SPACE = re.compile(r"[ \t\n\r]*")
 _MOST_DIMENSIONS = 254  # of a tensor (TensorShape::MaxDimensions); numpy takes fewer, and says so
 LONG_BYTES = 4 << 20
