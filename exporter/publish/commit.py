@@ -293,6 +293,7 @@ def reserve_position(model: Path, step: int | None) -> ReservedPosition:
     """
     versions = version_dirs(model)
     last, others = last_position(model, versions), taken(model)
+    # all versions, also without a manifest: servers load whatever has a number
     newest = greatest(last, versions[0].version if versions else None, others.version)
     return ReservedPosition(_next_of_log(step, greatest(newest, others.position)), last)
 
@@ -384,6 +385,7 @@ def publish_version(
             permit()
             versions = version_dirs(staging.model)
             takes_deltas = draft.incremental is not None
+            # again: what was permitted before the work may be held by now
             permission.check(staging.model, takes_deltas=takes_deltas, versions=versions)
             published = _commit(staging, draft, files, rule, versions, clock())
             warnings = [*published.warnings]
@@ -444,6 +446,7 @@ def publish_delta(
             make_directories(log.path)
             delta = LogDelta(log.path, draft.from_position or 0, position)
             target = delta.path
+            # os.rename would replace an empty directory
             if target.exists():
                 raise PositionMoved(f"{target} is published already")
             _require_one_model(staging.model, now.versions)

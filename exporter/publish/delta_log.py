@@ -106,6 +106,7 @@ class LogBase(Struct, frozen=True):
         return {found.name: found for source in sources for found in served_in(catalog, source)}
 
 
+# dict=True: `cached_property` keeps its values in `__dict__`, which structs do not have by themselves
 class LogDelta(Struct, Reach, frozen=True, dict=True):
     """A delta, of which only the name is read until more is needed: there may be thousands."""
 
@@ -443,6 +444,7 @@ def _check_listed(catalog: Catalog, manifest: Manifest) -> None:
 
     No value is read.
     """
+    # both ways: a tensor that the manifest leaves out would be lost without a word
     listed, found = (
         {entry.name: entry for entry in entries} for entries in (manifest.tensors, tensor_entries(catalog))
     )

@@ -440,6 +440,7 @@ class Hold(Struct, frozen=True):
         except BaseException:
             if not (self.path.is_symlink() and self.path.exists()):
                 with suppress(OSError, PublishError):
+                    # the document first, as ever
                     if said is not None:
                         said.replace(self._document)
                     self._remove() if before is None else self._replace(before)
@@ -454,6 +455,7 @@ class Hold(Struct, frozen=True):
         """
         link = _free_name(staging)
         try:
+            # relative: servers may have the model's directory at another path
             link.symlink_to(Path(name, HOLD_FILE))
         except OSError:
             link = prepared
@@ -541,6 +543,7 @@ def _held_at(number: bytes, said: HoldDocument | None) -> HeldAt:
     assert position is not None
     told = () if said is None else (_of(said), said.instead_of)
     by = next((by for by in told if by is not None and by.position == position), None)
+    # a release up to 0.2 has set it, whatever document a newer one has left here
     if _CANARY.fullmatch(number) and (by is None or not by.canary):
         return HeldAt(position, True)
     if said is None or by is None or not by.canary:

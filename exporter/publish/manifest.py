@@ -632,6 +632,7 @@ def _check_consistency(manifest: Manifest, schema_digest: str) -> None:
     if manifest.signature is not None and not all(file.sha256 for file in manifest.files):
         raise DocumentError("it is signed, and a file has no sha256")
     for file in manifest.files:
+        # a pull makes files of these names
         if not is_inside(file.path):
             raise DocumentError(f"path {file.path[:60]!r} is not that of a file of the directory")
     if manifest.from_position is not None and manifest.from_position >= manifest.position:

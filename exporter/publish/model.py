@@ -412,6 +412,7 @@ class _Known(Struct):
         made = entry.made if isinstance(entry, DeltaEntry) else DeltaOrigin.COMPARISON
         if manifest.publisher and made not in _OF_PERSONS:
             self.publishers[position] = manifest.publisher
+        # two may end at one position, a delta and a merger or base: replicas have had it since the first
         first, later = sorted((commits.get(position, new), new), key=lambda commit: commit.created)
         commits[position] = replace(first, event_time=first.event_time or later.event_time)
         if len(commits) > _MOST_COMMITS:  # a replica may serve a merged position, but not one this old
@@ -485,6 +486,7 @@ class Model(Struct, frozen=True, dict=True):
         bases = {child.version: known.base(child.path) for child in versions if child.has_manifest}
         if (base := bases[newest.version]) is not None:
             place = log_path(path, base.entry.log)
+            # deltas were read before: a volume that is not mounted must not look like a log without deltas
             if place not in holds and known.deltas.get(base.manifest.lineage or ""):
                 raise _Lost(f"{place} has vanished: is its volume mounted?")
             held = held or holds.get(place)
@@ -830,6 +832,7 @@ def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
     versions = version_dirs(model)
     for child in versions:
         if child.has_manifest and _mentions(child.path, digest):
+            # the text alone may have the digest in another field
             head = read_head(child.path)
             if head.source.digest == digest:
                 return MadeVersion(child.version, child.path, head, versions[0].version)

@@ -83,6 +83,7 @@ def retire(versions: Iterable[VersionDir], *, keep: Keep, now: float, grace_seco
     ours = sorted((child for child in versions if child.has_manifest), key=lambda child: child.version)
     removed, kept, trash = [], [], []
     periodic = _periodic(ours, keep)
+    # tags are read only where something may go: damaged ones stop no publication
     tagged = tagged_versions(ours, read_tags(ours[0].path.parent)) if len(ours) > keep.newest else {}
     for child, successor in list(pairwise(ours))[: max(len(ours) - keep.newest, 0)]:
         if child.version in periodic:
@@ -228,9 +229,11 @@ def retire_logs(log: DeltaLog, *, now: float) -> RetiredDeltas:
     trash: list[Path] = []
     for abandoned in logs_without_base(log.model, log.path):
         deltas = list_deltas(abandoned)
+        # without deltas it may be one that a rollback holds before its base appears
         if not deltas or any(now - _created(delta) < GRACE_SECONDS for delta in deltas):
             continue
         with suppress(OSError):  # as above
+            # one by one, by its lease: a delta that a reader has keeps the log
             for delta in deltas:
                 trash.append(move_away(delta.path, log.model))
                 removed.append(f"{abandoned.name}/{delta.path.name}")
@@ -249,6 +252,7 @@ def logs_without_base(model: Path, current: Path | None) -> list[Path]:
     others = [
         path
         for path in log_directories(model)
+        # neither a copy nor a link, which are somebody's own
         if _LOG.fullmatch(path.name) and path != current and not path.is_symlink()
     ]
     if not others:  # as a rule; then no version's manifest has to be read

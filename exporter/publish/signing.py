@@ -374,6 +374,7 @@ def _named(model: str) -> tuple[str, str | None]:
     """
     found = re.fullmatch(r"(.+)@([0-9a-f]{32})", model)
     name, identity = (model, None) if found is None else (found[1], found[2])
+    # printable: the name is a line of the signed text, and must not hold a line break
     if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
         raise UsageError(f"--signed-as {model[:60]!r} is not a model's name", hint="as in --signed-as ranker")
     return name, identity

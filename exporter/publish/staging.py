@@ -145,6 +145,7 @@ def _is_dead(root: Path) -> bool:
     A very new one (less than 10 s old) may still lack its lock file: it counts as alive. OSError if the
     directory vanishes meanwhile, or the file system has no locks.
     """
+    # not through a link: what it leads to is not ours
     if root.is_symlink() or not root.is_dir():
         return False
     try:

@@ -593,6 +593,7 @@ def _moment(text: str, now: datetime) -> datetime | None:
             return now - timedelta(seconds=int(ago[1]) * _UNITS[ago[2]])
         if _TIME.fullmatch(text) is None:
             return None
+        # Python 3.10 does not read the Z
         found = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", text))
         return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
     return None

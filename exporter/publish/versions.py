@@ -197,6 +197,7 @@ def require_base_path(model: Path) -> None:
         ManifestError: it cannot be listed.
     """
     for place in (model, *model.parents):
+        # here, since `mkdir` would only say that it exists
         if place.is_symlink() and not place.exists():
             raise TargetNotWritable(
                 f"{place} is a symbolic link that leads nowhere",
@@ -209,6 +210,7 @@ def require_base_path(model: Path) -> None:
             )
     if any(_is_regular(model / name) for name in VERSION_FILES):
         raise itself_a_version(model, model.parent)
+    # resolved: a link may lead into another model
     place = model.resolve()
     for inner in (place, *place.parents):
         with suppress(ManifestError):  # an unreadable version is not this user's to publish over

@@ -42,7 +42,7 @@ DECISION_SECONDS = 60.0
 """How long (s) a person's command tries again to take precedence over publishers."""
 FAREWELL_SECONDS = 1.0
 """How long (s) an interrupted upload or decision may take to record that it is abandoned."""
-_COPIES = 16
+_COPIES = 16  # a copy is one request, whose bytes do not pass through here
 _POLL_SECONDS = 0.5  # each look is a request, which stores charge for
 _UNREADABLE_HOLD = b"a rollback is being published\n"
 """Servers do not move while a hold states no position: so none loads what a rollback is about to undo."""

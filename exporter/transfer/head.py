@@ -60,7 +60,7 @@ HOLD = rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{HOLD_FILE}"
 """The path of a hold."""
 HOLD_DOCUMENT = rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{re.escape(HOLD_DOCUMENT_FILE)}"
 """The path of a hold's document."""
-_LONGEST = 1 << 20
+_LONGEST = 1 << 20  # tags take 64 KiB of it, each log's hold up to 16 KiB
 _Item = Annotated[str, Meta(pattern=rf"^(?:{ITEM})$(?!\n)")]
 _ItemOrNone = Annotated[str, Meta(pattern=rf"^(?:{ITEM})?$(?!\n)")]
 _HoldPath = Annotated[str, Meta(pattern=rf"^{HOLD}$(?!\n)")]

@@ -599,11 +599,13 @@ class _Pull:
         if self.has_own:
             self._settle_holds()
             return self._done()
+        # before anything changes: a pull that is killed must not take its own rollbacks for the store's
         if self.own != self._kept(known):
             remember(self._model, self._url, known or Head(), self.own, self.last)
         # first, for the room that it makes
         removed = self._prune(is_current=self._is_current(wanted, waiting), everything=prune)
         incomplete = self._fetch(wanted, progress)
+        # holds are lifted last: what they held back must be complete
         if not incomplete:
             self._settle_holds()
             waiting = self._repeat(waiting)
@@ -804,6 +806,7 @@ class _Pull:
                 reached.setdefault(item.log_path, []).append(item.manifest.position)
                 continue
             if not item.is_delta and item.manifest.lineage not in lineages:
+                # the deltas of a base that stays away must do so, too: nobody could load them
                 absent.add(item.manifest.lineage)
         return coming, held, withheld
 

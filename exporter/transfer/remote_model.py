@@ -71,7 +71,7 @@ from exporter.transfer.same_files import StoredFiles
 T = TypeVar("T")
 
 _LONG_GONE_SECONDS = 86400.0
-_SWEEP_SECONDS = 3600.0
+_SWEEP_SECONDS = 3600.0  # a sweep lists all objects of jobs, which may be many pages
 _ATTEMPTS = 3
 """How often a command does its work, at most, because another machine published meanwhile."""
 

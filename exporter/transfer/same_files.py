@@ -52,6 +52,7 @@ class SameFiles(Generic[T]):
         skipped. It waits for other threads in this method.
         """
         with self._lock:
+            # under the lock, and only when asked: an index is read once
             while self._new:
                 item, directory, place = self._new.pop(0)
                 with suppress(ExportError, OSError):  # a damaged version provides no files
@@ -145,6 +146,7 @@ class LocalFiles(SameFiles[Path]):
         if source is None:
             return False
         make_directories(path.parent)
+        # never written in place: it may be a link to a file of another version
         path.unlink(missing_ok=True)
         with suppress(FileNotFoundError):  # retention has removed the version meanwhile
             link_or_copy(source, path)

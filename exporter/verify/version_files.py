@@ -374,6 +374,7 @@ def _batches(runs: Iterable[Stored], most: int) -> Iterator[list[_Piece]]:
 
 
 def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
+    # one look at each shard, however many tasks read it
     planned = cache(Input.of)
     tasks = []
     for number, batch in enumerate(batches):

@@ -44,7 +44,7 @@ _BASE64 = re.compile(r"([A-Za-z0-9+/]*)([=.]*)")
 # JSON's white space alone: `\s` would accept texts that the server refuses.
 _SPACE = re.compile(r"[ \t\n\r]*")
 _MOST_DIMENSIONS = 254  # of a tensor (TensorShape::MaxDimensions); numpy takes fewer, and says so
-LONG_BYTES = 4 << 20
+LONG_BYTES = 4 << 20  # as Python objects this may take 80 MB: longer bodies are read in blocks
 _BLOCK_BYTES = 256 << 10
 _LISTS = ("instances", "inputs", "examples")
 # The limit of lists, objects and strings in one value longer than `LONG_BYTES`: as Python objects each takes

@@ -38,7 +38,7 @@ _FIELD_ITEMS: dict[DType, np.dtype[Any]] = {
 }
 # Protobuf encodes a packed field of these types exactly as numpy stores the array.
 _WIRE_IS_MEMORY = {DType.FLOAT, DType.DOUBLE, DType.COMPLEX64, DType.COMPLEX128}
-_LENGTH_DELIMITED = 2
+_LENGTH_DELIMITED = 2  # protocol buffers' wire type of packed fields
 _STRING_BYTES = 24  # TensorFlow's memory for a string besides its bytes
 # A message of 60 bytes could fill any shape. Callers that expect more give their own limit.
 MOST_FILLED_BYTES = 1 << 20
