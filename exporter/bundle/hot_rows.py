@@ -160,6 +160,7 @@ def lay_hot_rows(
             )
             found[table.name] = made
             tensors |= {each.name: each for each in (made.whole, made.places)}
+        # by bytes, as an index is sorted
         tensors = dict(sorted(tensors.items(), key=lambda item: item[0].encode()))
         index_path(prefix).write_bytes(encode_index(tensors.values(), total))
     known = replace(catalog, tensors=tensors, shards=tuple(shards), shard_sizes=tuple(sizes))
@@ -212,6 +213,7 @@ def _write_places(path: Path, table: HotRows) -> int:
     places, count = np.memmap(path, dtype, "r+"), 0
     for ids in table.blocks:
         ordered = np.sort(ids)
+        # In this block, or moved by an earlier one.
         twice = [*ordered[:-1][ordered[:-1] == ordered[1:]], *ids[places[ids] != ids]]
         if twice:
             raise named_twice(table.said, twice[0] + table.first)

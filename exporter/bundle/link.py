@@ -268,6 +268,7 @@ def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> s
     try:
         os.link(real, target)
     except FileNotFoundError as exc:
+        # `os.link` does not say which of the two names was missing.
         raise (exc if real.exists() else vanished(source)) from exc
     except OSError as exc:
         if exc.errno not in _IMPOSSIBLE:

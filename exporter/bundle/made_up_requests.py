@@ -151,7 +151,7 @@ def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
     meta_graph.graph_def.ParseFromString(graph_def.SerializeToString())
     meta_graph.collection_def["train_op"].node_list.value.extend(sorted(fetched))  # what grappler keeps
     config = config_pb2.ConfigProto()
-    config.graph_options.rewrite_options.min_graph_nodes = -1
+    config.graph_options.rewrite_options.min_graph_nodes = -1  # or grappler leaves small graphs alone
     config.graph_options.rewrite_options.optimizers.append("function")
     inlined = tf_optimizer.OptimizeGraph(config, meta_graph)
     return message_class("GraphDef").FromString(inlined.SerializeToString())
@@ -194,6 +194,7 @@ def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str])
     """
     done: dict[str, Proto] = {}
     under_way: set[str] = set()
+    # not by recursion: graphs are deeper than the stack
     pending = [fetch.partition(":")[0] for fetch in fetches]
     while pending:
         name = pending[-1]
@@ -217,7 +218,7 @@ def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str])
 class _Needs(Struct):
     """The checks left for a trial: `rows` are below their limits, `single` have at most one element."""
 
-    rows: dict[str, int] = {}
+    rows: dict[str, int] = {}  # msgspec copies an empty default for each instance
     single: set[str] = set()
 
     def limit(self, tensor: str, rows: int) -> None:
@@ -412,6 +413,7 @@ class _Trial(Struct, frozen=True):
         if sum(math.prod(s) * (d.itemsize or 1) for d, s in self.shapes.values()) > _MAX_TRIAL_BYTES:
             raise _Uncertain("memory")
         native = tf.compat.v1.GraphDef.FromString(self.graph_def.SerializeToString())
+        # By default a session takes nearly all memory of a GPU.
         config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
         config.graph_options.rewrite_options.disable_meta_optimizer = True
         asked = {name: name for name in (*needs.rows, *needs.single)}
@@ -426,6 +428,7 @@ class _Trial(Struct, frozen=True):
                     for name, (dtype, shape) in self.shapes.items()
                 ]
                 with tf.compat.v1.Session(graph=graph, config=config) as session:
+                    # in a call of its own: within one, nothing orders it before the reads
                     session.run(assigned)
                     _, found = session.run((fetches, asked), dict(feeds))
         except (tf.errors.OpError, ValueError, TypeError, KeyError) as exc:

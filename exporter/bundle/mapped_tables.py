@@ -322,6 +322,7 @@ def move_tries(graph_def: Proto, version: int, ids: tuple[str, str], files: Mapp
             for function in called(node):
                 function.name = renamed.get(function.name, function.name)
             if name and node.op == "ImmutableConst":
+                # <model>/<version>/variables/<file>
                 model, _, _, file = node.attr["memory_region_name"].s.rsplit(b"/", 3)
                 place = f"{version}/{VARIABLES_DIRECTORY}/{files[os.fsdecode(file)]}"
                 node.attr["memory_region_name"].s = model + b"/" + os.fsencode(place)
@@ -329,7 +330,7 @@ def move_tries(graph_def: Proto, version: int, ids: tuple[str, str], files: Mapp
                 if texts[0] == before.encode():
                     texts[0] = now.encode()
                 elif texts[0].endswith(f"/{MAPPED_ID_FILE}".encode()):
-                    model = texts[0].rsplit(b"/", 3)[0]
+                    model = texts[0].rsplit(b"/", 3)[0]  # <model>/<version>/variables/mapped.id
                     texts[0] = model + f"/{version}/{MAPPED_ID_FILE}".encode()
 
 
@@ -353,7 +354,7 @@ def _dataset(
         node.attr["output_shapes"].list.shape.append(shape_proto(shape))
     if does is not None:
         node.attr["predicate" if op == "FilterDataset" else "f"].func.name = does.signature.name
-        node.attr["Targuments"].list.SetInParent()
+        node.attr["Targuments"].list.SetInParent()  # empty, but it must be there
     return str(node.name)
 
 

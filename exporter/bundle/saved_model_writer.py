@@ -249,6 +249,7 @@ def add_restore(
             filename_tensor_name=f"{scope}/Const:0",
             save_tensor_name=f"{scope}/control_dependency:0",
             restore_op_name=f"{scope}/restore_all",
+            # As a stock Saver says by default.
             max_to_keep=5,
             keep_checkpoint_every_n_hours=10000.0,
             version=_SAVER_V2,
@@ -264,6 +265,7 @@ def _add_node(graph_def: Proto, name: str, op: str, inputs: Sequence[str] = (), 
 
 def _free_scope(graph_def: Proto) -> str:
     """Return `save`, or else the first `save_<n>` under which the graph has no node yet."""
+    # In lower case: to TensorFlow, names that differ in case alone are the same.
     taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
     return next(name for n in range(len(taken) + 1) if (name := f"save_{n}" if n else "save") not in taken)
 
@@ -416,7 +418,7 @@ def _variable_def(scope: str, index: int, held: _Held) -> bytes:
     return bytes(definition.SerializeToString(deterministic=True))
 
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 1  # kSavedModelSchemaVersion
 _MAIN_OP_COLLECTION = "saved_model_main_op"
 _LARGEST_NAMED = 3
 
@@ -533,7 +535,7 @@ def _add_training(
     for node in all_nodes(meta_graph.graph_def):
         node.device = ""  # a job's tasks are gone when somebody trains on
     _make_readable(meta_graph.meta_info_def)
-    del meta_graph.asset_file_def[:]
+    del meta_graph.asset_file_def[:]  # `place_assets` names them anew
     meta_graph.collection_def.pop(ASSETS_COLLECTION, None)
     place_assets([Asset(*item) for item in training.assets.items()], meta_graph, directory, placed)
     _describe(meta_graph.meta_info_def, training.tag)

@@ -303,6 +303,7 @@ class _Writer:
         plan = self._plans[new]
         source, size, how, why = self._catalog.shards[origin.shard], plan.source_bytes, plan.how, plan.why
         target = shard_path(self._prefix, new, self._num_shards)
+        # A clone shares no inode, so that no trainer can change it by writing into its file.
         if how is ShardOrigin.LINKED and clone_shard(source, target, size=size):
             how = ShardOrigin.CLONED
         elif how is ShardOrigin.LINKED:
@@ -363,6 +364,7 @@ def _plans(
     catalog = mapping.catalog
     for (shard, run), extents in kept_extents.items():
         size = catalog.shard_sizes[shard]
+        # By offset: tensors may share an extent, which is copied once.
         kept = sum({extent.offset: extent.size for extent in extents if extent.size}.values())
         if shard in split and (run is None or run.size != size):
             how, why = ShardOrigin.COMPACTED, _OWN_FILE  # a link would hold the tables' bytes a second time
@@ -456,7 +458,7 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
             yield replace(_rows(source, reads, ranges, writes, rows.start, rows.stop), alone=True)
         return
     step = _rows_at_once(source, count, task_bytes)
-    for start in range(0, max(1, count), step):
+    for start in range(0, max(1, count), step):  # an empty tensor has one place, too, for its index entry
         yield _rows(source, reads, ranges, writes, start, min(start + step, count))
 
 

@@ -82,7 +82,7 @@ def parse_request(text: str, signatures: Mapping[str, Proto], line: int = 1) -> 
     """
     try:
         document = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as exc:
+    except (json.JSONDecodeError, RecursionError) as exc:  # the latter if it is nested too deeply
         raise ValueError(f"not JSON: {exc}") from None
     if not isinstance(document, dict):
         raise ValueError(f"expected an object, found {type(document).__name__}")
@@ -161,4 +161,5 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             cause=str(exc),
             hint="name a text file with --requests",
         ) from exc
+    # Not `splitlines`: it also splits at U+2028 and others, which JSON allows within a string.
     return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())

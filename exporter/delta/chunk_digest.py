@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.delta.layered_state import LayeredState
 
+# These numbers are constants of published graphs: with others, every server would seem to be wrong.
 CHUNK_ROWS = 4096
 
 GOLDEN = 0x9E3779B97F4A7C15

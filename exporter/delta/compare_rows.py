@@ -191,7 +191,7 @@ def _words(rows: Array) -> Array:
     It is a view, or a copy if the rows are not contiguous.
     """
     flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
-    word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
+    word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)  # a row must be whole words
     return flat.view(f"<u{word}") if flat.shape[1] else flat
 
 
@@ -233,6 +233,7 @@ class StoredSide(Struct, frozen=True):
         Nothing is opened until rows are read.
         """
         found = dict(zip(self.shards, paths[self.first :], strict=False))
+        # shards without these rows are not opened
         known = tuple(found.get(number, Path()) for number in range(max(self.shards, default=-1) + 1))
         catalog = Catalog("", Path(), {}, known, ())
         return RowReader(name, catalog, self.tensor, self.box, self.dtype, self.order, self.part)
@@ -323,6 +324,7 @@ class Compare(Task, frozen=True, kw_only=True):
                 for side in crcs:
                     side.read(*chunk)
         with new_file(directory.scratch) as (descriptor, path):
+            # A duplicate: `new_file` closes the descriptor itself.
             with os.fdopen(os.dup(descriptor), "wb") as file:
                 for field in ("hashes", "ids", "values"):
                     for each in found:

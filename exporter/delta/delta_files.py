@@ -262,6 +262,7 @@ def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None
         _ref(catalog, key, dtype, (None, *(variable.element_shape if key == variable.keys[-1] else ())))
         for key, dtype in zip(variable.keys, variable.dtypes, strict=True)
     ]
+    # Both: if all rows of a table are packed, there are ids and no values.
     if refs[-1].shape[0] == 0 and refs[0].shape[0] == 0:
         return ()
     if not variable.is_table and refs[0].shape[0] != 1:
@@ -284,7 +285,7 @@ def _change(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorRef
     PublishError if bytes fetched from a store cannot be kept.
     """
     if not variable.is_table:
-        return _array(catalog, refs[0])[0, ...]
+        return _array(catalog, refs[0])[0, ...]  # `...`: of a scalar, an array and no number
     ids = _array(catalog, refs[0])
     if refs[1].extent is None:
         values: RowValues = SlicedRows(_slices(catalog, refs[1]))

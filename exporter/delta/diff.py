@@ -108,7 +108,7 @@ def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) 
         UsageError: the store in which `how.runner` keeps jobs cannot be opened.
         OSError, DiskFull, PublishError: a scratch file, or a task's result, cannot be written.
     """
-    hasher = how.known.hasher if how.known else how.hasher
+    hasher = how.known.hasher if how.known else how.hasher  # hashes of other seeds tell nothing
     changes: dict[str, Change] = {}
     hashes: dict[str, Array] = {}
     total = 0
@@ -296,9 +296,10 @@ class _Table:
         rows, ahead = self._rows, _AHEAD * self._how.threads
         old, new = (state.stored[self._name] for state in (self._old, self._new))
         is_remote = old.is_remote or new.is_remote
+        # Parts and columns share stored runs: range by range, each would fetch the same bytes again.
         if self.bytes_ < GAP_BYTES or not is_remote or not (old.has_own_runs and new.has_own_runs):
             new.fetch()
-            if rows.known is None:
+            if rows.known is None:  # else few old blocks are read: those whose hashes differ
                 old.fetch()
             yield from _in_order(pool, rows.compare, rows.chunks(), ahead)
             return

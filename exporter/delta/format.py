@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from exporter.catalog import Catalog
     from exporter.delta.packing import RowValues
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # published graphs refuse any other
 POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY = "delta/position", "delta/lineage", "delta/schema"
 POSITION_LIMIT = 10**18
 """All positions are smaller: the 20 digits of a name then always fit an int64."""
@@ -212,6 +212,7 @@ class ServedVariable(Struct, frozen=True, array_like=True):
         They are `exact`, `packed`, and for int8 `scales`. Empty without packing (None), for dense variables,
         and for tables whose rows would not shrink.
         """
+        # late: manifests, with their schemas, are read without numpy
         from exporter.delta.packing import shrinks
 
         if (
@@ -274,6 +275,7 @@ class Schema(Struct, frozen=True, dict=True):
     @cached_property
     def digest(self) -> str:
         """The SHA-256 of the schema's JSON form without spaces, in hex."""
+        # By `json`, which escapes what is not ASCII: published graphs hold the digest, so no byte may change.
         return hashlib.sha256(json.dumps(self.to_json(), separators=(",", ":")).encode()).hexdigest()
 
     @property

@@ -67,6 +67,7 @@ class CheckedFiles(Struct, frozen=True):
             document = json.loads(read_record(self.path, _MAX_BYTES))
             same = {name for name, was in document["files"].items() if self.identities.get(name) == was}
             checked: set[_RunKey] = {tuple(run) for run in document["runs"] if run[0] in same}
+        # Whatever JSON may be in the file, nested too deeply for the parser or of other types.
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return frozenset()
         return frozenset(run for variable in variables for run in variable.runs if _key(run) in checked)

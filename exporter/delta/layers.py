@@ -120,6 +120,7 @@ def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
         if len(pieces) == 1:
             yield ids, values
         else:
+            # With an index, numpy sorts and does not hash: see `integer_sets`.
             unique, first = np.unique(ids, return_index=True)  # the first of equals is the newest
             yield unique, values[first]
         starts = ends
@@ -132,7 +133,7 @@ def _range_end(tables: Sequence[Rows], starts: Sequence[int]) -> int:
     that was not yielded yet. The result is greater than all ids if the rest of each table is within its
     share.
     """
-    share = max(1, ROWS_AT_ONCE // len(tables))
+    share = max(1, ROWS_AT_ONCE // len(tables))  # so all hold `ROWS_AT_ONCE` together, however dense each is
     ends = [
         int(table.ids[start + share])
         for table, start in zip(tables, starts, strict=True)

@@ -88,7 +88,7 @@ class BaseMerger:
                 cannot be used.
         """
         self._prefix.parent.mkdir()
-        others = bool(self._left) or not self.tasks
+        others = bool(self._left) or not self.tasks  # a bundle has at least one shard
         placed = self._job.run(stack, runner, self._prefix, behind=others, progress=progress).placed
         left = self._write_left(state) if others else ()
         tensors = list(tensors_of((*self._boxes(placed), *left)))
@@ -186,6 +186,7 @@ class BaseMerger:
                     )
                 else:
                     writer.add(key, values.whole(name), part)
+        # Its tensors get entries in the index of all shards; its own index is of no use.
         shard_path(aside, 0, 1).rename(shard_path(self._prefix, self.tasks, self.tasks + 1))
         index_path(aside).unlink()
         for tensor in writer.tensors:
@@ -222,6 +223,7 @@ class BaseMerger:
         if variable.contents is None or copied is None:
             return variable.shape
         is_of_base = copied.catalog is self._stored[name].catalog
+        # In a delta the value has a first dimension of 1.
         return copied.tensor.shape[0 if is_of_base else 1 :]
 
 

@@ -75,6 +75,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         """The names of the delta's tensors that the section writes, in the order of its runs."""
         ids, values = self.variable.keys
         packed = [tensor.key for tensor in self.variable.packed(self.packing)]
+        # Values stream first: which rows are exact, and all ids, are known only at their end.
         return (values, *packed[1:], *packed[:1], ids)
 
     def sizes(self, *counts: int) -> tuple[int, ...]:
@@ -110,7 +111,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         else:
             ids: list[Array] = []
             shard.append(_values(newest_rows(layers), ids))
-            shard.append(ids)
+            shard.append(ids)  # not before the values: they fill the list
             rows = exact = sum(map(len, ids))
         shard.rows += rows
         return rows, exact
@@ -293,6 +294,7 @@ def table_sections(
     size = whole.bytes_
     is_packed = any(len(layer) > 2 for layer in ranges) or bool(variable.packed(packing))
     most = piece_bytes(size, task_bytes)
+    # RestoreV2 joins slices of `JOINABLE` types alone.
     if most is None or variable.dtype not in JOINABLE or is_packed:
         yield whole  # places of packed rows count from a table's first row on
         return

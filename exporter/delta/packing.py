@@ -38,7 +38,7 @@ def shrinks(packing: DeltaDtype, dtype: DType, element_shape: tuple[int, ...]) -
     False for dtypes other than float32 and float64.
     """
     size = math.prod(element_shape)
-    packed = 2 * size if packing is DeltaDtype.BFLOAT16 else size + 4
+    packed = 2 * size if packing is DeltaDtype.BFLOAT16 else size + 4  # 4 bytes for the row's scale
     return dtype in _WIDE and packed < size * dtype.numpy.itemsize
 
 
@@ -59,7 +59,7 @@ def encode(rows: Array, packing: DeltaDtype) -> Codes:
     `fits` is False for rows with NaN, infinity, or values beyond what codes can represent. With bfloat16,
     subnormal values become 0; with int8, rows that do not fit have codes and a scale of 0.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # such rows do not fit, as `fits` says
         return _to_bfloat16(rows) if packing is DeltaDtype.BFLOAT16 else Codes(*to_codes(rows))
 
 

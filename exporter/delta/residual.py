@@ -87,7 +87,7 @@ def save_residual(
             for table in sorted(since):
                 writer.add(table, since[table])
     for path in directory.glob(f"{RESIDUAL_PREFIX}*"):
-        if path.name.partition(".")[0] != name:
+        if path.name.partition(".")[0] != name:  # the state's own files differ in what follows the dot
             path.unlink(missing_ok=True)
 
 

@@ -26,7 +26,7 @@ from exporter.wire.dtypes import Array
 
 BLOCK_BYTES = 4096
 
-_MAGIC = b"EMHASH03"
+_MAGIC = b"EMHASH03"  # the number grows with each change of hash or layout
 _LEAST_BLOCK_BYTES = BLOCK_BYTES // 2  # as many whole rows as fit always fill more than half of a block
 _BESIDE_BYTES = 4096
 """An upper bound of the bytes that a table, or the index itself, takes besides its hashes and its name."""
@@ -52,6 +52,7 @@ class BlockHasher(Struct, frozen=True):
     @classmethod
     def of(cls, name: str) -> BlockHasher:
         """Return the hasher whose seed is derived from `name`, for processes that need the same one."""
+        # 63 bits, as the index stores the seed as int64.
         return cls(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1)
 
     def hash_rows(self, rows: Array) -> Array:
@@ -100,7 +101,7 @@ def without_rows(hashes: Array, rows: Array, row_bytes: int) -> Array:
     """
     forgotten = hashes.copy()
     blocks = distinct(rows // block_rows(row_bytes))
-    forgotten[blocks] = ~forgotten[blocks]
+    forgotten[blocks] = ~forgotten[blocks]  # never equal to the hash itself
     return forgotten
 
 
@@ -148,6 +149,7 @@ def read_index(
         with zipfile.ZipFile(io.BytesIO(body)) as members:
             if any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist()):
                 return None
+        # a pickle in a hostile file would run code
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
             owner, values, *names = arrays["names"].tobytes().decode().split("\0")
             where, seed = arrays["meta"].tolist()

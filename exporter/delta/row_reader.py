@@ -78,6 +78,7 @@ class RowMap:
             if are_elements(self._values.shape):
                 self._object.fetch(rows * size, rows * size + size)
             else:
+                # With an inverse, numpy sorts and does not hash: see `integer_sets`.
                 wanted, places = np.unique(rows, return_inverse=True)
                 most = max(_FEW_ROWS, _PASSED_BYTES // max(1, size * len(wanted)))
                 starts, stops, found_at = _runs_of(wanted, min(most, _NEAR_BYTES // max(1, size)))
@@ -149,7 +150,7 @@ class _ObjectRange(Struct, frozen=True):
         found = np.empty(ends[-1], np.uint8)
         pieces = [*zip(*(column.tolist() for column in columns), strict=True)]
         is_read = mirror.read(self.path, pieces, found.data)
-        self._require_same()
+        self._require_same()  # only now: the object may be replaced while it is read
         return found if is_read else None
 
     def _require_same(self) -> None:
@@ -377,7 +378,7 @@ class RowReader(Struct, frozen=True, dict=True):
                 continue
             source, target = _intersection(piece.spec, region)
             found = piece.values.box(source)
-            if found.shape == region.lengths:
+            if found.shape == region.lengths:  # one piece has all: nothing is copied
                 return found
             values = np.empty(region.lengths, self.tensor.dtype.numpy) if values is None else values
             values[target] = found
@@ -506,6 +507,7 @@ def translate(
             inside = np.flatnonzero((natural >= box.starts[0]) & (natural < box.starts[0] + box.lengths[0]))
             ids = natural[inside] - box.starts[0]
         wanted: tuple[slice, ...] = (slice(None), *box.slices[1:])
+        # A delta's ids ascend, while the trainer's may be in the order of mod partitions.
         order = np.argsort(ids, kind="stable")
         rows = values[wanted][_slice_if_consecutive(inside[order])]
         translated[name] = Rows(ids[order], rows)

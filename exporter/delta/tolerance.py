@@ -146,6 +146,7 @@ def row_distances(a: Array, b: Array, dtype: Any = np.float64) -> Array:
     They are computed in `dtype`, float32 or float64; for any other dtype in float32. NaN and infinite values
     give NaN or infinity.
     """
+    # NaN and infinity are results, too: such rows are always sent.
     with np.errstate(invalid="ignore", over="ignore"):
         return row_norms(np.subtract(a, b, dtype=_at_least_single(dtype), casting="unsafe"), dtype)
 
@@ -356,7 +357,7 @@ class _Sieve:
         cannot be written.
         """
         goes = cut.passes(self._scores, self.row_bytes)
-        stays = ~goes & (self._scores > _SAME)
+        stays = ~goes & (self._scores > _SAME)  # _SAME is the lowest: rows with it need not be sent
         # The served row of a new key has another key's values: if its own are beyond the norm, send zeros.
         blank = self._is_new(self._change.ids) & (self._scores == _WILD)
         self.sent, self.held_back = self._chosen(goes | blank), self._chosen(stays)

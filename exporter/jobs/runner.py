@@ -57,7 +57,7 @@ ABANDONED_SECONDS = 7 * 86400.0
 
 _DRIVER = "driver"
 _POLL_SECONDS = 0.02
-_PLAN = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_PLAN = re.compile(r"[0-9a-f]{32}", re.ASCII)  # as `Job` cuts a plan's digest
 _OWNER = secrets.token_hex(8)
 _LOOKS = 16  # receipts read at a time
 _AHEAD = 2  # works submitted for each thread: enough to keep it busy
@@ -323,7 +323,7 @@ class _LocalJob:
         with writing(path):
             while (lock := _locked(path)) is None:
                 time.sleep(_POLL_SECONDS)  # it is being removed
-            os.utime(path)
+            os.utime(path)  # the week of `_is_abandoned` begins anew
         self._lock = lock
 
     def leave(self) -> None:
@@ -437,7 +437,7 @@ def _abandoned(store: ObjectWriter, path: str, since: float) -> list[str]:
 
     `since` is in seconds since 1970. Raises CheckpointError and subclasses if the store cannot be read.
     """
-    driver = store.look(f"{path}/{_DRIVER}")
+    driver = store.look(f"{path}/{_DRIVER}")  # first: a job in use needs no listing
     if driver is not None and driver.modified >= since:
         return []
     found = [*store.below(path)]

@@ -254,7 +254,7 @@ class ShardJob(Generic[T]):
                 self._sources.note(each, crc)
             placed += _placed(before + len(receipts), batch, receipt)
             receipts.append(receipt)
-        self._sources.check()
+        self._sources.check()  # before any shard of a kept job is shown: none may be made of damaged bytes
         for receipt in receipts if job.is_kept else ():
             job.directory.show(receipt.task, prefix.parent / receipt.task, receipt.written, receipt.tag)
         return NewShards(tuple(receipts), tuple(placed))

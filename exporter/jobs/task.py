@@ -71,6 +71,7 @@ class Input(Struct, frozen=True, array_like=True):
             url, each = found
             return cls(str(url), each.size, each.tag or "")
         status = shard_status(path)
+        # Not ctime: it changes when another export links the file.
         return cls(os.fspath(path.absolute()), status.st_size, str(status.st_mtime_ns))
 
     @contextmanager

@@ -48,8 +48,10 @@ from exporter.tables.parts import VALUES
 if TYPE_CHECKING:
     from exporter.mapping.object_matching import ObjectMatches, TrainedObjects
 
+# The lists of a Keras optimizer, as its attributes are called.
 _AVERAGES = "_model_variables_moving_average"
 _VARIABLES = "_trainable_variables"
+# `<optimizer>/average/<variable>`; an optimizer that scales the loss leaves its name out.
 _KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 
 
@@ -63,6 +65,7 @@ def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
     suffix = TF_AVERAGE if slot == "ema" else slot
     for name, variables in trained.by_name.items():
         shadows = trained.by_name.get(f"{name}/{suffix}", ())
+        # names of objects need not be unique: several would be a guess
         if len(variables) == len(shadows) == 1:
             found[variables[0].tensor] = shadows[0].tensor
     if slot == "ema":
@@ -118,6 +121,7 @@ def _listed(trained: TrainedObjects, optimizer: int, edge: str) -> list[str]:
     """
     number = trained.objects.at(edge, optimizer)
     children = {} if number is None else trained.objects.objects[number].children
+    # By number: as text, "10" comes before "9".
     in_order = sorted(children.items(), key=lambda item: int(item[0]) if item[0].isdecimal() else -1)
     variables = (trained.objects.objects[child].variable for _, child in in_order)
     return [variable.tensor for variable in variables if variable is not None]
@@ -283,6 +287,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         _source(key, wanted[key], matches[key], graph, catalog, rules, by_object=by_object) for key in wanted
     ]
     twins = _twin_notes(sources, catalog) if not by_object and catalog.naming is Naming.NAMES else ()
+    # Also the variable of which the average is served: it is not left out.
     used = {name for match in matches.values() for name in (match.name, match.trained_name)}
     if side is None:
         whole, beside = _beside_names(catalog, used, graph, rules)
@@ -290,6 +295,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         from exporter.mapping.extras import whole_objects
 
         whole, beside = whole_objects(side, walked, used, graph, rules)
+        # before `find_tables`, which looks for these names
         rules = _with_tables(rules, graph.tables, walked.tables)
     notes = (*_notes(sources, rules, catalog, side), *twins, *beside)
     tables = tuple(find_tables(graph.tables, catalog, rules))
@@ -343,6 +349,7 @@ def _source(
     """
     tensor = catalog.tensors[match.name]
     check_fits(key, variables[0], tensor)
+    # what the user says comes first
     trained = rules.strategies.get(key) or rules.trained.get(match.trained_name)
     if by_object and tensor.slices:
         trained = trained or PartitionStrategy.DIV  # a ShardedVariable: TensorFlow 2 looks ids up by div
@@ -451,6 +458,8 @@ def _find_name(
 def _is_usable(tensor: TensorRef | None, variables: tuple[GraphVariable, ...]) -> bool:
     if tensor is None:
         return False
+    # Trainers declare slices of partitioned slots that no file has
+    # (TensorFlow's issue 38537): what the graph needs decides.
     return tensor.is_complete or all(
         any(part.spec == variable.part and part.extent for part in tensor.slices) for variable in variables
     )
@@ -470,6 +479,7 @@ def check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
 
     Raises ShapeMismatch if it does not.
     """
+    # TensorFlow would not notice: in graphs it restores a resource variable in whatever shape the file has.
     if variable.full_shape != tensor.shape:
         raise ShapeMismatch(
             f"variable {key!r} has shape {list(variable.full_shape)} in the graph, "
@@ -581,6 +591,8 @@ def _missing_error(
             gaps = sum(part.extent is None for part in found.slices)
             lines.append(f"{key} {shape}: tensor {name!r} lacks {gaps} of its {len(found.slices)} slices")
             continue
+        # To compare one name with 10,000 others takes difflib
+        # a second: so first those with the same last part.
         pool = by_leaf.get(name.rsplit("/", 1)[-1]) or list(catalog.tensors)
         near = difflib.get_close_matches(name, pool, n=3, cutoff=0.4)
         reasons = "; ".join(_why_not(catalog.tensors[other], variable, claimed.get(other)) for other in near)

@@ -29,6 +29,7 @@ from exporter.storage.local_paths import quoted
 from exporter.wire.dtypes import DType
 
 _NUMBER = re.compile(r"_([0-9]+)$")
+# names that TensorFlow gives to variables without one
 SAYS_NOTHING = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
 
 
@@ -103,6 +104,7 @@ def _agree(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
     """True if the shorter of two names, given by `stems`, is the longer one without some of its scopes."""
     shorter, longer = sorted((one, other), key=len)
     rest = iter(longer)
+    # `in` consumes `rest`: the parts must come in the same order.
     return shorter[-1] == longer[-1] and all(part in rest for part in shorter)
 
 

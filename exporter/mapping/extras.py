@@ -29,12 +29,14 @@ from exporter.storage.local_paths import quoted
 if TYPE_CHECKING:
     from exporter.mapping.object_matching import ObjectMatches, TrainedObjects
 
+# Never decides what is served: trainers name slots as they like.
 _SLOT_NAME = re.compile(
     r"(^|/)(Adam|Adagrad|AdagradDA|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|Proximal\w*)(_\d+)?(/|$)"
     r"|(^|/)(beta[12]_power|accumulator|momentum|velocity|learning_rate|linear)(_\d+)?$"
     r"|\.OPTIMIZER_SLOT|^training/|(^|/)_?optimizer/(?!_trainable_variables/)"
     r"|(^|/)(optimizer_variables|opt_state)/"
 )
+# of tf.train.Checkpoint, and of Keras' BackupAndRestore
 _COUNTERS = frozenset({"save_counter", "ckpt_saved_epoch", "ckpt_saved_batch"})
 _ITERATIONS = frozenset({"global_step", "_iterations", "iterations"})
 
@@ -101,6 +103,7 @@ _STATES = re.compile(r"states?(/[0-9]+)*")  # of a recurrent layer, between the 
 _AVERAGE = re.compile(
     r"(^|[_/])(ema|average|averaged|avg|moving_average|shadow|polyak|swa|ExponentialMovingAverage)(?=[_/]|$)"
 )
+# Variables of Keras' metrics, a vector for each.
 _METRICS = frozenset(f"{right}_{what}" for right in ("true", "false") for what in ("positives", "negatives"))
 _SCOPE = re.compile(r"[/.](?=[^/.]*$)")
 

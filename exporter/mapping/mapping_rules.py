@@ -156,6 +156,7 @@ class RenameTable(Struct, frozen=True):
     def rules(self) -> tuple[RenameRule, ...]:
         """The table as rules, one for each whole variable name, in the order of the lines."""
         return tuple(
+            # Both are literal: a name may hold what means something in a pattern or in a replacement.
             RenameRule(re.compile(re.escape(variable)), entry.tensor.replace("\\", r"\\"))
             for variable, entry in self.entries.items()
         )
@@ -196,7 +197,7 @@ def read_renames(path: Path) -> RenameTable:
         CheckpointError: it is a pointer of Git LFS, or cannot be fetched from a store.
     """
     try:
-        text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")
+        text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")  # editors on Windows begin files with a BOM
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the table of names {path} cannot be read", cause=str(error)) from error
     return parse_renames(text, path)
@@ -251,7 +252,7 @@ class RenameRule(Struct, frozen=True):
             raise UsageError(f"rename rule {text!r} is not of the form PATTERN=NAME", hint=_RENAME_EXAMPLE)
         try:
             compiled = re.compile(pattern)
-            compiled.sub(replacement, "")
+            compiled.sub(replacement, "")  # parses the replacement, though there is nothing to replace
         except (re.error, IndexError) as error:
             raise UsageError(
                 f"rename rule {text!r} does not parse", cause=str(error), hint=_RENAME_EXAMPLE

@@ -276,6 +276,7 @@ class MappingSpec(
             CheckpointError: its graph of objects cannot be read.
             DocumentError: a variable of the recipe is inconsistent.
         """
+        # late: manifests hold recipes, and most commands that read one map nothing
         from exporter.mapping.build import build_mapping
 
         others = {key for table in self.dynamic for key in table.keys}
@@ -327,6 +328,7 @@ class MappingSpec(
         Raises:
             SchemaChanged: they differ; the error names the options.
         """
+        # without what was found and nobody typed
         asked = replace(RulesDocument.of(given), trained={}, tensors={})
         if asked == RulesDocument() and admission == Admission():
             return

@@ -32,7 +32,9 @@ _SEARCH_DEPTH = 3  # edges between a checkpoint's root and the model in it
 _WRAPPER_DEPTH = 2  # edges between the object that a builder returned and the model in it
 _SHOWN = 12
 _LAYERS, _WITH_WEIGHTS = "layer-", "layer_with_weights-"
+# Edges that count: one more of them in the checkpoint may shift what the others stand for.
 _INDEXED = re.compile(r"[0-9]+|layer(_with_weights)?-[0-9]+")
+# As Keras' optimizers and models call them.
 _TRAINED_LIST = "_trainable_variables"
 _SERVED_LIST = "trainable_variables"
 
@@ -307,6 +309,7 @@ class _Search(Struct, frozen=True, dict=True):
         Only objects near the root, at most two edges away, are tried; the root comes first.
         """
         for number, path in self.served.paths.items():
+            # Paths come in the order of their depth.
             if path.count("/") + bool(path) > _WRAPPER_DEPTH:
                 return
             below = self.served.paths_from(number)
@@ -332,6 +335,7 @@ class _Search(Struct, frozen=True, dict=True):
         met: dict[int, list[int]] = {}
         tables: dict[str, str] = {}
         excess: list[str] = []
+        # Breadth first: of several ways to a variable, the shortest is met first.
         seen, pending = {(served, trained)}, deque([(served, trained)])
         while pending:
             pair = pending.popleft()
@@ -385,6 +389,7 @@ class _Search(Struct, frozen=True, dict=True):
         objects = self.trained.objects.objects
         found = {}
         for key, number in self.numbers.items():
+            # Of several, the first: `_problems` objects if they are of different tensors.
             variable = objects[walk.met[number][0]].variable if number in walk.met else None
             if variable is not None and variable.tensor in self.trained.tensors:
                 found[key] = variable.tensor

@@ -204,6 +204,7 @@ class _Partial(Struct, frozen=True):
             return f"{', '.join(claimants)} would all get the values of {ref.name!r}"
         if not ref.is_complete:
             return "parts of it are not in the checkpoint"
+        # A ShardedVariable: TensorFlow 2 looks ids up by div.
         trained = PartitionStrategy.DIV if self.objects is not None and ref.slices else None
         try:
             order = row_order(key, self.wanted[key], ref, trained=trained, served=None)

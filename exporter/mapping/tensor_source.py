@@ -59,7 +59,7 @@ class TensorSource(Struct, frozen=True):
         """Return the box in which whole rows are stored: a wider one in 8 bits, else `box` itself."""
         if not self.is_in_8_bits:
             return box
-        from exporter.wire.int8_codes import SCALE_BYTES
+        from exporter.wire.int8_codes import SCALE_BYTES  # late: manifests are read without numpy
 
         full, lengths = ((*shape[:-1], shape[-1] + SCALE_BYTES) for shape in (box.full_shape, box.lengths))
         return SliceSpec(full, box.starts, lengths)

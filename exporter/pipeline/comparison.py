@@ -51,7 +51,7 @@ from exporter.tables.parts import VALUES
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import values_of
 
-_PART = re.compile(r"(.+)/part_([0-9]+)(/.+)?")
+_PART = re.compile(r"(.+)/part_([0-9]+)(/.+)?")  # as TensorFlow's partitioners name parts of a variable
 _Parts = Mapping[int, TensorRef]
 
 
@@ -69,6 +69,7 @@ def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
         for name, ref in tensors.items()
         if name in theirs and _boxes(ref) != _boxes(theirs[name]) and ref.shape == theirs[name].shape
     }
+    # a graph may be large: read it only if rows moved
     strategies = {**_strategies(other), **_strategies(catalog)} if moved else {}
     found = {}
     for name, ref in tensors.items():
@@ -458,6 +459,7 @@ def parse_side(text: str) -> ComparedState:
             if not named[1].isdecimal() and newest_version(model) is None:
                 raise UsageError(f"{text!r}: expected MODEL@POSITION", cause=f"{model} is not a model")
             return _of_model(model, resolve_position(named[1], model), text)
+    # First: `open_checkpoint` opens a version, too, with its hot rows as further tensors.
     if index_path(path / VARIABLES_PREFIX).exists():
         return _of_catalog(without_layout(read_catalog(path / VARIABLES_PREFIX)), text)
     if path.is_dir() and newest_version(path) is not None:
@@ -490,6 +492,7 @@ def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
     if side.catalog is None or side.catalog.is_bundle:
         return side
     catalog = write_bundle(side.catalog, side.catalog.tensors.values(), directory / "model.ckpt")
+    # The archive's own prefix: errors name it.
     return replace(side, catalog=replace(catalog, prefix=side.catalog.prefix))
 
 
@@ -511,6 +514,7 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
         and variable.dtype is new[name].dtype
         and (variable.shape == new[name].shape or name in contents)
     }
+    # A lookup table only with both of its halves: a schema refuses one alone.
     common = [name for name in old if comparable >= {name, *contents.get(name, (name,))}]
     if not common and not tables:
         raise UsageError(f"{a.label} and {b.label} have no variable in common")

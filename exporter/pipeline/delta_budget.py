@@ -73,6 +73,7 @@ def _sent_lately(log: DeltaLog, now: float) -> Iterator[int]:
 
     Raises ManifestError or OSError if a manifest cannot be read.
     """
+    # Newest first: the first that is too old ends it, so that few manifests are read.
     for delta in sorted(log.deltas, key=lambda one: one.end, reverse=True):
         if delta.entry.made is DeltaOrigin.MERGE:
             continue
@@ -80,4 +81,5 @@ def _sent_lately(log: DeltaLog, now: float) -> Iterator[int]:
         if age > WINDOW_SECONDS:
             return
         if age >= 0:  # otherwise a clock was set back, and the age is unknown
+            # a manifest does not list itself
             yield delta.manifest.bytes_ + (delta.path / MANIFEST_FILE).stat().st_size

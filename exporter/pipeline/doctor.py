@@ -275,6 +275,7 @@ def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
     nothing if that cannot be made.
     """
     try:
+        # Without a sweep: a doctor removes nothing of others.
         with Staging(model, sweeps=False) as staging, writing(staging.path):
             ahead = staging.path.stat().st_mtime - now
     except PublishError:
@@ -314,6 +315,7 @@ def _closed_files(model: Path) -> Iterator[Finding]:
     trees = [child.path for child in published_versions(model)]
     for top in [*trees, model / DELTAS_DIRECTORY]:
         for directory, names, files in os.walk(top):
+            # in place, so that `walk` skips them
             names[:] = [name for name in names if not name.startswith(".")]
             for path in (Path(directory), *(Path(directory, name) for name in files)):
                 if path.name.startswith(".") or path.is_symlink():
@@ -381,6 +383,7 @@ def _why_not_linked(model: Path, catalog: Catalog) -> str:
     with Staging(model, sweeps=False) as staging, writing(staging.path):
         new_file = NewFile.in_directory(staging.path)
         for number, (shard, size) in enumerate(zip(catalog.shards, catalog.shard_sizes, strict=True)):
+            # By trying: kernels (`protected_hardlinks`) and file systems have rules of their own.
             reason = link_shard(shard, staging.path / str(number), size=size, new_file=new_file)
             if reason:
                 return reason
@@ -405,7 +408,7 @@ class _Readers:
     def __init__(self, found: os.stat_result) -> None:
         mode = found.st_mode
         if stat.S_ISDIR(mode):  # reading a directory also needs the right to enter it
-            mode &= (mode & 0o111) << 2
+            mode &= (mode & 0o111) << 2  # each x bit, moved to where its r bit is
         self.uid, self.gid = found.st_uid, found.st_gid
         self.others = bool(mode & stat.S_IROTH)
         self.group = self.others or bool(mode & stat.S_IRGRP)

@@ -93,6 +93,7 @@ def export(
         try:
             return execute(plan(request, load), progress, beyond=beyond)
         except CheckpointChanged:
+            # A named checkpoint is gone: no other one may be exported in its place.
             if attempt == _ATTEMPTS or is_named(request.ckpt_dir):
                 raise
     raise AssertionError("the loop returns or raises")
@@ -125,7 +126,7 @@ def steps_of(planned: Plan, beyond: int) -> Iterator[Step]:
     """
     request = planned.request
     yield write_values
-    yield lay_chosen_rows
+    yield lay_chosen_rows  # before the graph: it renames shards, and graphs hold names of mapped ones
     if request.updates is None:
         yield name_plain_version
     else:
@@ -138,7 +139,7 @@ def steps_of(planned: Plan, beyond: int) -> Iterator[Step]:
     yield lambda staged: write_warmup(staged.warmup, staged.bundle) if staged.warmup else None
     yield check_staged
     if request.format is ExportFormat.METAGRAPH:
-        yield lambda staged: keep_pair_alone(staged.bundle)
+        yield lambda staged: keep_pair_alone(staged.bundle)  # only now: the check reads `saved_model.pb`
     if request.updates is not None:
         yield lay_increments_over  # after the check, which compares with the checkpoint
     yield check_published
@@ -158,6 +159,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
     """
     started, request = time.monotonic(), planned.request
     digest = planned.digest  # before an archive becomes a bundle, which changes the mapping
+    # Asked once more under the model's lock: another process may have published the same meanwhile.
     permit = partial(require_new, request, planned.checkpoint, digest)
     with Staging(request.out) as staging, ExitStack() as jobs:
         staged = Staged.of(planned, staging, jobs, progress)

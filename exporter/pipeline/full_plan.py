@@ -198,7 +198,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     version = VersionRule.parse(request.version)
     require_base_path(request.out)
     if not mirror.is_remote(request.out):
-        require_no_pattern("--out", request.out)
+        require_no_pattern("--out", request.out)  # TensorFlow lists files by patterns: see `MatchingFiles`
     _require_consistent(request)
     rules, admission = parse_rules(request), parse_admission(request)
     catalog = open_checkpoint(request.ckpt_dir)
@@ -226,6 +226,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
         check_batch_statistics(graph, found.catalog, mapping.sources, switches)
     if not request.allows("dropout"):
         check_dropout(graph, found.source.feeds)
+    # Before the choice of mapped tables: their bytes as stored decide.
     in_8_bits = choose_for_8_bits(graph, mapping)
     graph, mapping = in_8_bits.graph, in_8_bits.mapping
     unmapped: tuple[Unmapped, ...] = ()
@@ -458,6 +459,7 @@ def permission(request: ExportRequest) -> Permission:
 
 def _digest(planned: Plan) -> str:
     request, graph, mapping, training = planned.request, planned.graph, planned.mapping, planned.training
+    # Names and forms must stay: with another digest, the same command publishes a checkpoint again.
     told: dict[str, object] = digest_fields(request) | {
         "graph": _graph(graph),
         "assets": [[asset.file_name, _file(asset.source)] for asset in graph.assets],

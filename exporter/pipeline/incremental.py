@@ -123,6 +123,7 @@ def as_base(request: ExportRequest) -> ExportRequest:
     request = replace(request, for_server=request.for_server or server)
     if mapped is not None and mapped.tables and not request.map_tables:
         place, room = str(Path(mapped.directory).parent), asked_room(base.entry.schema, mapped)
+        # In the form in which `mapped_record` writes a path.
         is_out = place == os.fsencode(request.out.absolute()).decode(errors="backslashreplace")
         served_at = None if is_out else place
         request = replace(request, map_tables=True, served_at=served_at, overlay_rows=room)
@@ -253,7 +254,7 @@ def _plan(
         UsageError, CheckpointError, GraphError, ManifestError, TensorFlowNeeded: see errors.py.
         OSError: a file of the graph cannot be read.
     """
-    require_signer(log.model, log.newest.manifest)
+    require_signer(log.model, log.newest.manifest)  # early: publishing would refuse it after all the work
     entry = log.base.entry
     rules = _rules(request)
     entry.mapping_spec.check_rules(rules, parse_admission(request))
@@ -264,7 +265,7 @@ def _plan(
     overdue = None if request.max_row_age is None else now - request.max_row_age + look_seconds
     is_overdue = overdue is not None and waiting is not None and waiting.oldest <= overdue
     resends = is_overdue or _competes(request, published.left_out, is_watching=is_watching)
-    files = SourceFiles.read(log.path)
+    files = SourceFiles.read(log.path)  # `read_trainer` adds digests to it, which `graph` saves
     trainer = read_trainer(
         request.ckpt_dir,
         entry.mapping_spec,
@@ -467,14 +468,14 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
     log, plan = planned.log, planned.trainer.plan
     with Staging(planned.request.out) as staging, writing(staging.path):
         scratch = staging.path.with_name("scratch")
-        scratch.mkdir()
+        scratch.mkdir()  # beside the bundle, all of which is published
         found = _changes(planned, scratch, progress)
         sent = found.divided
         if plan.is_nothing and not sent.changes:  # the budget has no room for any of the rows that wait
             return nothing(seconds=time.monotonic() - started)
         overlaid = OverlaidRows.of(log)
         overlaid.add({name: each.ids for name, each in sent.changes.items() if isinstance(each, Rows)})
-        overlaid.require_room()
+        overlaid.require_room()  # before anything is published: servers would refuse the delta
         used = sent.used and planned.allowance and planned.allowance.told(sent.used)
         what = Publication.of(
             log,
@@ -585,7 +586,7 @@ def export_incremental(
         except (PositionMoved, CheckpointChanged) as error:  # others published or removed something
             if attempts == _ATTEMPTS or _is_final(error, request):
                 raise
-            attempts, versions = attempts + 1, None
+            attempts, versions = attempts + 1, None  # to be listed again
         except PositionError as error:
             is_full = isinstance(error, TableFull | OverlayFull)
             if not (full_on_mismatch or (is_full and is_watching)):
@@ -718,7 +719,7 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
         first=_new_rows(changes, spec),
     )
     if state.checked:
-        files.save(state.checked | known)
+        files.save(state.checked | known)  # the file is replaced: what was known stays known
     hashes = None if found.hashes is None else _of_published(found.hashes, divided.stale, log.schema)
     return replace(found, divided=divided, hashes=hashes)
 
@@ -786,6 +787,7 @@ def _all_changes(
     runner = _runner(planned.request) if trainer.archive is None else None
     trainer = trainer.in_bundle(spec, scratch / "source" / "model.ckpt", progress)
     compared = ordinary(log.schema, spec)
+    # What is in the place of the cache may be of any size.
     limit = most_bytes({each.name: each.bytes_ for each in compared.variables if each.is_table})
     known = read_index(log.path / HASHES_DIRECTORY, **_state_key(log), limit=limit)
     with progress("compare", trainer.mapping.bytes_) as bar:

@@ -386,6 +386,7 @@ def rollback(
         OSError: of a `dry_run`, a file cannot be read.
     """
     if reason is not None:
+        # Bytes of a command line that are not UTF-8 are lone surrogates, which no manifest can hold.
         reason = reason.encode(errors="backslashreplace").decode()
 
     def plan(restorer: Restorer, at: int) -> _Plan:

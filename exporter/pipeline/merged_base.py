@@ -111,7 +111,7 @@ def write_base(
     """
     base, chain = way_to(log, of.at.position)
     at, trained = of.at, of.entry.trained
-    require_signed_bytes(base.path, base.manifest)
+    require_signed_bytes(base.path, base.manifest)  # first: what others altered must not be signed anew
     mapped_id = secrets.token_hex(16)
     written = write_files(
         log, base, chain, place, at.step or 0, mapped_id, staging.path, task_bytes, runner, progress
@@ -268,6 +268,7 @@ def _write_merged(
                 read_catalog(base.path / VARIABLES_PREFIX)
             )  # a more exact error if the base is damaged
             raise
+        # Copied anew: deltas may have changed rows that are hot.
         catalog, hot = _laid_again(base, read_catalog(bundle / VARIABLES_PREFIX), bundle)
     return catalog, merger.tasks, hot
 
@@ -280,6 +281,7 @@ def _link_variables(base: LogBase, bundle: Path) -> Catalog:
     """
     verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))
     for file in base.manifest.files:
+        # The new base gets an id of its own: with the old one, servers would map the old base's files.
         if file.path.startswith(f"{VARIABLES_DIRECTORY}/") and file.path != str(MAPPED_ID_FILE):
             make_directories((bundle / file.path).parent)
             link_or_copy(base.path / file.path, bundle / file.path)
@@ -412,6 +414,7 @@ def _copy_graph(
         for meta_graph in saved_model.meta_graphs:
             move_tries(meta_graph.graph_def, position, (before.id, mapped.id), files)
         (bundle / MAPPED_ID_FILE).write_text(mapped.id)
+    # The same bytes on every machine: copies of a store make a merged base again, and compare.
     (bundle / SAVED_MODEL_FILE).write_bytes(saved_model.SerializeToString(deterministic=True))
     for file in log_base.manifest.files:  # only these, as the new manifest vouches for every file
         if PurePosixPath(file.path).parts[0] in (ASSETS_DIRECTORY, EXTRA_DIRECTORY):
@@ -455,17 +458,19 @@ def _move_log(saved_model: Proto, base: LogBase, place: BasePlace) -> None:
         for body in bodies(meta_graph.graph_def):
             of = None if body.function is None else body.function.signature.name
             for node in body.nodes:
+                # Nodes of the user's model may hold the same texts.
                 if not (node.name if of is None else of).startswith(scopes):
                     continue
                 if "shared_name" in node.attr:
                     named = node.attr["shared_name"]
+                    # Names of resources hold the lineage, too: see `GraphEditor.owner`.
                     named.s = named.s.replace(*(b"/%s/" % each for each in lineage))
                 texts = node.attr["value"].tensor.string_val if node.op == "Const" else []
                 for before, now in (lineage, log):
                     if [*texts] == [before]:
                         texts[0] = now
                         changed[before] += 1
-    if len(changed) < 2:
+    if len(changed) < 2:  # lineage and log: with one of them left, the base would belong to no log
         raise ManifestError(
             f"{base.path / SAVED_MODEL_FILE} has no incremental subgraph that this program knows"
         )

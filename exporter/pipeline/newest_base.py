@@ -75,7 +75,7 @@ def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
         ManifestError, PositionError, VersionExists: there is no next position.
     """
     planned, request = staged.plan, staged.plan.request
-    trained = _find_state(staged, beyond)
+    trained = _find_state(staged, beyond)  # first: it may change the step, which decides the position
     # Now, as the graph has the number; publishing fails if another process uses it meanwhile.
     place = staged.place = reserve_position(request.out, staged.step)
     graph, staged.mapping = as_served(planned.graph, planned.mapping)

@@ -64,9 +64,11 @@ def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collectio
     """
     path, key = log.path / NORMS_FILE, f"{log.lineage}-{log.base.at.position}"
     known: dict[str, float] = {}
+    # Whatever JSON may be in the file, of other types or nested too deeply for the parser.
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         found = json.loads(read_record(path, _MAX_BYTES))
         known = {str(name): float(bound) for name, bound in found.get(key, {}).items()}
+    # `not` of a comparison: NaN, which a damaged cache may hold, is learned again, too.
     missing = [variable for variable in tables if not known.get(variable.name, 0.0) > 0]
     if missing:
         stored = log.base.stored()

@@ -217,9 +217,11 @@ def _set(bits: Array, ids: Array) -> None:
     at, masks = ids >> 3, np.left_shift(1, ids & 7).astype(np.uint8)
     first = np.flatnonzero(np.diff(at, prepend=-1))  # numbers of one byte are neighbours
     if len(first):
+        # Each byte once: of an index that occurs twice, numpy's `|=` keeps only the last value.
         bits[at[first]] |= np.bitwise_or.reduceat(masks, first)
 
 
+# numpy before 2.0 has no `bitwise_count`
 _ONES = np.array([value.bit_count() for value in range(256)], np.uint8)
 _BLOCK_BYTES = 1 << 20
 

@@ -99,6 +99,7 @@ class Proposal(Struct, frozen=True):
 
 # Options that a refused plan may add: they change how the graph is read, and neither run nor write anything.
 _OFFERED = ("--feed", "--allow")
+# as hints of errors name options, quoted for a shell
 _OFFER = re.compile(r"(--feed|--allow(?= '?files=)) ('[^']*'|[^\s;]+)")
 _MOST_TRIES = 8
 
@@ -303,7 +304,7 @@ def _line(place: str, tensor: TensorRef) -> str:
 
 
 def _printable(name: str) -> str:
-    return ascii(name)[1:-1]
+    return ascii(name)[1:-1]  # a line break in a name would end the comment, and begin code
 
 
 def _declared(tensors: Mapping[str, TensorRef]) -> Iterator[str]:

@@ -405,7 +405,7 @@ class _ByDelta(Way):
         taken_back = [log.open(delta) for delta in self._since(restoration)]
         touched = [delta.changes for delta in taken_back]
         scratch = staging.path.with_name("scratch")
-        scratch.mkdir()
+        scratch.mkdir()  # beside the bundle, all of which is published
         what = Publication.of(
             log,
             self._span(restoration),
@@ -607,7 +607,7 @@ class _ByBase(Way):
             require_merger_finite(self.log, chain, merged(chain), "go back to another position")
 
 
-_RESTORING = Permission(despite_hold=True, plain=True)
+_RESTORING = Permission(despite_hold=True, plain=True)  # the hold is its own, or one that it resumes from
 
 
 class _ByVersion(Way):

@@ -59,6 +59,7 @@ class SourceFiles(Struct):
     @classmethod
     def read(cls, log: Path) -> SourceFiles:
         """Read the record beside a log, by its directory; empty if there is none, or it is damaged."""
+        # Whatever JSON may be in the file, of other types or nested too deeply for the parser.
         with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
             found = json.loads(read_record(log / SOURCES_FILE, _MAX_BYTES))
             places = {str(name): Path(str(path)) for name, path in found["places"].items()}

@@ -80,7 +80,7 @@ def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
     from exporter.delta.row_reader import served_in  # late: other exports need none of it
 
     keys = np.concatenate([np.empty(0, np.int64), *file.blocks()])
-    order = np.argsort(keys, kind="stable")
+    order = np.argsort(keys, kind="stable")  # `searchsorted` finds the first of equal keys: the file's first
     ordered, rows = keys[order], np.full(len(keys), -1, np.int64)
     of_keys = f"{choice.name}/{KEYS}"
     source = next(each for each in staged.plan.mapping.sources if each.key == of_keys)
@@ -105,7 +105,7 @@ def _most_counted(layout: TableLayout, choice: HotChoice) -> Array:
     for first, block in count_blocks(layout.source, plan.variable, "freqs") or ():
         counts = np.concatenate([counts, block.astype(np.int64)])
         rows = np.concatenate([rows, np.arange(first, first + len(block))])
-        if len(counts) > most:
+        if len(counts) > most:  # so memory holds a tenth of the table and a block, not all of it
             kept = np.argpartition(counts, len(counts) - most)[len(counts) - most :]
             counts, rows = counts[kept], rows[kept]
     order = np.argsort(-counts, kind="stable")

@@ -67,6 +67,7 @@ def set_tag(
     """
     require_tag_name(name, model)
     if reason is not None:
+        # Bytes of a command line that are not UTF-8 are lone surrogates, which no file of tags can hold.
         reason = reason.encode(errors="backslashreplace").decode()
 
     def change(tags: Mapping[str, PositionTag]) -> Tagging:

@@ -296,7 +296,7 @@ def _known(prefix: Path, full: CheckpointId) -> _Known:
     if known is None or known.full != full:
         age = 0.0
         if known is None:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # an archive has no index: its age counts from now
                 age = max(0.0, time.time() - index_path(prefix).stat().st_mtime)
         known = _KNOWN[prefix.parent] = _Known(full, time.monotonic(), age)
     return known

@@ -77,6 +77,7 @@ def watch(
             hint="leave --version out, or use --version time",
         )
     check_named(request.model)
+    # Not `again`: each look would publish the same checkpoint once more.
     newest = _Newest(replace(request, again=False), progress, run_builders_once(), carry)
     sleep = Arrivals.of_trainer(request.ckpt_dir, ARCHIVE_SUFFIXES).sleep
     yield from follow(newest.export, watching, tell, ended=ended, looked=looked, sleep=sleep)
@@ -100,6 +101,7 @@ class _Newest(Struct):
         watch knows none. Raises CheckpointNotFound while there is no checkpoint, or its graph is not written
         yet; any other ExportError, or OSError, of an export.
         """
+        # Before it is read: if it changes meanwhile, the next look sees other times and reads it again.
         first = look(candidates(self.request.ckpt_dir)[0])
         if first and first == self._seen:
             return Poll(None, self._step)
@@ -109,7 +111,7 @@ class _Newest(Struct):
         done = None
         if checkpoint.digest not in self._exported:
             done, published = self.carry(lambda: self._export(checkpoint))
-            if published is None:
+            if published is None:  # not `_seen`: the other watch may fail, and then it is exported here
                 return Poll(None, self._step)
             self._exported.add(published)
         self._seen, self._step = first, catalog.step

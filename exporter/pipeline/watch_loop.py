@@ -161,6 +161,7 @@ class Watching(Given, frozen=True, repr_omit_defaults=True):
         `failures` is the number of failed looks in a row; for them the pause grows to at most 30 s, or the
         interval if that is longer.
         """
+        # At most 30, as 2.0 ** 1024 is an OverflowError.
         slower = min(self.interval_seconds * 2.0 ** min(failures, 30), _LONGEST_PAUSE_SECONDS)
         return max(0.0, min(max(self.interval_seconds, slower), self.stop.seconds_left(progress)))
 
@@ -228,7 +229,7 @@ def follow(
             progress = WatchProgress(progress.count + (found.done is not None), found.step)
             if found.done is not None:
                 yield found.done
-                last = clock()
+                last = clock()  # after the caller's work with the publication, which is not idleness
             looked(None)
         now = clock()
         progress = WatchProgress(progress.count, progress.step, now - began, now - last)

@@ -114,6 +114,7 @@ def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: A
         ValueError: a key is named twice.
     """
     both = np.concatenate([add, drop])
+    # A new key given twice finds no seed: without this check the error would be that the table is full.
     if len(distinct(both)) != len(both):
         raise ValueError("a key is named twice")
     found, dropped = _Found.of(geometry, state, add), _Found.of(geometry, state, drop)
@@ -128,7 +129,9 @@ def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: A
         seeds, slots = _insert(geometry, state, placed, is_free[is_new], gone_slots)
     except Crowded as error:
         raise table_full(geometry, error.keys) from None
+    # Dropped keys stay in `keys`: once their slots are empty no lookup reaches their rows.
     keys = Elements.of(np.append(taken, geometry.cursor_row), np.append(new, cursor))
+    # The cursor did not move either: writing it would make a change of a table that has none.
     if not len(new):
         keys = Elements(np.empty(0, np.int64), np.empty(0, np.int64))
     return IndexChange(seeds, slots, keys, rows)
@@ -250,12 +253,14 @@ class _Area(Struct):
         ignored. Errors of reading are those of `state`.
         """
         groups = distinct(groups)
+        # of each window, the slots before the next one
         steps = np.minimum(np.diff(groups) * geometry.stride, WINDOW)
         lengths = np.append(steps, WINDOW)[: len(groups)]
         starts = np.cumsum(lengths) - lengths
         slots = np.repeat(groups * geometry.stride - starts, lengths) + np.arange(lengths.sum())
         before = state.rows(slots).astype(np.int32, copy=False)
         rows = before.copy()
+        # In this order: a slot may be cleared and then filled by a new key, which `state` does not know yet.
         _put(rows, slots, cleared, np.int32(geometry.empty_row))
         filled = np.flatnonzero(rows != geometry.empty_row)
         keys = np.zeros(len(slots), np.int64)
@@ -285,6 +290,7 @@ class _Area(Struct):
         order = np.argsort(numbers, kind="stable")
         keys = np.concatenate([self.keys[places], new.keys])[order]
         rows = np.concatenate([self.rows[places], new.rows])[order]
+        # Before `occupied`: these keys may get their own old slots again.
         self.rows[places] = self.geometry.empty_row
         occupied = np.asarray(self.rows != self.geometry.empty_row)
         counts = np.bincount(numbers, minlength=len(self.groups))

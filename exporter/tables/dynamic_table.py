@@ -82,6 +82,7 @@ def _layer(table: DynamicTable, combiner: str | None, name: str) -> Any:
             kept = input_shape if combiner is None else input_shape[:-1]
             return (*kept, table.dim)
 
+    # Without autocast: Keras would round ids that come as floats to the layer's dtype.
     return DynamicEmbedding(name=name, dtype=table.dtype.label, autocast=False)
 
 
@@ -139,6 +140,7 @@ class DynamicTable(TableLookups):
             graph_def.node.add(name=name, op="Placeholder").attr["dtype"].type = int(dtype)
         nodes = add_rows(graph_def, "find", self.name, _HANDLES, "ids", defaults=len(self._defaults))
         given = dict(zip((f"{name}:0" for name in (*_HANDLES, "ids")), map(_captured, tensors), strict=True))
+        # As bytes: TensorFlow's messages are of another descriptor pool, and the two do not mix.
         message = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
         scope = f"{self.name.rpartition('/')[2]}_lookup"
         (rows,) = tf.graph_util.import_graph_def(message, given, [f"{nodes.rows}:0"], name=scope)
@@ -149,6 +151,7 @@ class DynamicTable(TableLookups):
 
         Raises UsageError outside of a graph, or if something else in it has the name of one of them.
         """
+        # Outside of functions: they capture the variables of the one graph around them.
         with tf.init_scope():
             if tf.executing_eagerly():
                 raise UsageError(
@@ -171,6 +174,7 @@ class DynamicTable(TableLookups):
         attributes = {key: tf.compat.v1.AttrValue(s=value) for key, value in marks.items()}
         if part == PARTS[-1]:
             attributes[DEFAULTS] = tf.compat.v1.AttrValue(tensor=_tensor(self._defaults))
+        # "" leaves all scopes: the checkpoint has the variable under exactly this name.
         with graph._attr_scope(attributes), tf.name_scope(""):
             variable = UninitializedVariable(
                 trainable=False,
@@ -199,4 +203,5 @@ def _captured(tensor: Tensor) -> Tensor:
 def _tensor(array: Array) -> Any:
     message = protos.TensorProto()
     tensor_proto.fill(message, array)
+    # The class of TensorFlow's own pool, which AttrValue demands.
     return tf.make_tensor_proto(0).FromString(message.SerializeToString())

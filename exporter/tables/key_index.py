@@ -98,6 +98,7 @@ class KeyIndex:
         """
         with self._at_home():
             rows = self._lookup(keys)
+            # Without the maximum, a gather of row -1 fails on a CPU.
             named = tf.gather(self.row_keys, tf.maximum(rows, 0))
             return tf.where((rows >= 0) & tf.equal(named, keys), rows, tf.constant(ABSENT, tf.int64))
 
@@ -125,6 +126,7 @@ class KeyIndex:
         def take_away() -> Tensor:
             rows = self.find(keys)
             gone, rows = tf.boolean_mask(keys, rows >= 0), tf.boolean_mask(rows, rows >= 0)
+            # The key first, the ring last: nobody may get the row while `also` still resets it.
             removed = self.index.remove(gone)
             with _after(removed):
                 done = [*also(rows), self._note_removed(gone)]
@@ -134,6 +136,7 @@ class KeyIndex:
                 places = (last + tf.range(count)) % self.capacity
                 freed = self.free.scatter_update(tf.IndexedSlices(rows, places))
             with _after(freed):
+                # After the ring's elements: the end of the ring says that they are there.
                 counted = self.cursors.assign(tf.stack([given, first, last + count]))
             with _after(counted):
                 return tf.identity(count)
@@ -169,6 +172,7 @@ class KeyIndex:
 
         def replace() -> Tensor:
             with _after(*also()):
+                # Not `insert`: an import also removes all keys that the checkpoint lacks.
                 imported = tf.raw_ops.LookupTableImportV2(
                     table_handle=self.index.resource_handle, keys=keys, values=rows
                 )
@@ -194,14 +198,17 @@ class KeyIndex:
             given, first, last = tf.unstack(self.cursors.read_value())
             free = tf.gather(self.free, (first + tf.range(last - first)) % self.capacity)
             most = tf.reduce_max(tf.concat([given[tf.newaxis], rows + 1], 0))
+            # never assigned so far: free, unless in `rows`
             is_free = tf.cast(tf.range(most) >= given, tf.int64)
             for changed, value in ((free, 1), (tf.boolean_mask(left, left >= 0), 1), (rows, 0)):
                 values = tf.fill([tf.size(changed)], tf.constant(value, tf.int64))
                 is_free = tf.tensor_scatter_nd_update(is_free, changed[:, tf.newaxis], values)
+            # Both read the index as it was before.
             with _after(is_free, lost):
                 gone = self.index.remove(removed)
                 forgotten = self._forget(lost)
             with _after(gone, *forgotten):
+                # Before the index leads to the rows: `find` believes a row only if it names the key.
                 named = self.row_keys.scatter_update(tf.IndexedSlices(keys, rows))
             with _after(named):
                 inserted = self.index.insert(keys, rows)
@@ -220,6 +227,7 @@ class KeyIndex:
             rows = tf.where(tf.not_equal(self.changed.read_value(), 0))[:, 0]
             with _after(rows):
                 zeros = tf.zeros_like(rows, tf.uint8)
+                # Only the rows that were read: others may have been marked meanwhile.
                 cleared = self.changed.scatter_update(tf.IndexedSlices(zeros, rows))
             with _after(cleared):
                 return tf.identity(rows)
@@ -231,6 +239,7 @@ class KeyIndex:
         """
         with self._at_home():
             keys, _ = self.removed.export()
+            # Only the keys that were read: others may have been removed meanwhile.
             cleared = self.removed.remove(keys)
             with _after(cleared):
                 return tf.identity(keys)
@@ -249,6 +258,7 @@ class KeyIndex:
         with InvalidArgumentError of TensorFlow, when it runs, if there are too few.
         """
         # A row is complete before the index has it, and is marked as changed afterwards.
+        # Once more, under the lock: another worker may have added some of them meanwhile.
         found = self.find(keys)
         new = tf.boolean_mask(keys, found < 0)
         count = tf.size(new, tf.int64)
@@ -264,6 +274,7 @@ class KeyIndex:
             rows = tf.concat([given + tf.range(fresh), used], 0)
             lost = self._others_with(rows, new)
         with _after(lost):
+            # Rows that were never used have their initial values still.
             ready = [self.row_keys.scatter_update(tf.IndexedSlices(new, rows)), self._reset(used)]
         with _after(*ready):
             counted = self.cursors.assign(tf.stack([given + fresh, first + again, last]))
@@ -317,6 +328,7 @@ class KeyIndex:
 
         `rows` are int64 [n]. Rows after the last one count as never assigned.
         """
+        # With -1, as the maximum of no rows is the lowest int64.
         given = tf.reduce_max(tf.concat([[tf.constant(-1, tf.int64)], rows], 0)) + 1
         is_used = tf.scatter_nd(rows[:, tf.newaxis], tf.ones_like(rows), given[tf.newaxis])
         return self._set_free(1 - is_used)
@@ -333,6 +345,8 @@ class KeyIndex:
         return [self.free.assign(tf.concat([free, rest], 0)), self.cursors.assign(cursors)]
 
     def _hash_table(self, part: str) -> Any:
+        # Not DenseHashTable, though faster: it reserves two
+        # keys, empty and deleted, and here any key is legal.
         return tf.lookup.experimental.MutableHashTable(
             tf.int64,
             tf.int64,

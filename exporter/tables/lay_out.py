@@ -81,11 +81,12 @@ class IndexJob:
         self._catalog = catalog
         self._read = RangeChecksums[int]()
         self._shown = mirror.shown(os.fspath(catalog.prefix))  # the local path differs between processes
-        self._planned = cache(Input.of)
+        self._planned = cache(Input.of)  # all tasks must read one state of a file
         runs = [(table.name, run) for table in tables for run in _key_runs(table, admission, task_bytes)]
         self._sorted = list(batches(runs, task_bytes, lambda each: each[1].part(each[1].keys).size))
         places = chain.from_iterable(_Wanted.of_table(table, task_bytes) for table in tables)
         self._placed = list(
+            # A part of a large table fills a task of its own.
             batches(places, task_bytes, lambda each: each.bytes_ if each.is_whole else task_bytes)
         )
         self.partitions = [
@@ -213,6 +214,7 @@ class _Wanted(Struct, frozen=True):
         bytes_of_range = max(1, KEY_BYTES * table.variable.rows // ranges.count)
         most = max(_LEAST_RANGES, task_bytes // bytes_of_range)
         runs = max(-(-ranges.count // most), min(_LEAST_RUNS, ranges.count // _LEAST_RANGES))
+        # Even: `place_ranges` places every other range first, counted from where it starts.
         step = -(-ranges.count // runs // 2) * 2
         for start in range(0, ranges.count, step):
             stop = min(start + step, ranges.count)
@@ -301,7 +303,7 @@ def join_pieces(
                 for ref in _tensors(catalog, table):
                     tail = tails.get(ref.name.rpartition("/")[2])
                     tensors[ref.name] = _written(ref, number, shard, written[ref.name], tail, opened)
-            os.ftruncate(descriptor, size)
+            os.ftruncate(descriptor, size)  # a hole at the end does not make the file longer
         digest.update(msgspec.json.encode(list(tensors.values())))
         name = f"tables-{digest.hexdigest()[:16]}.data"
         home.put_new(name, path)
@@ -375,6 +377,7 @@ class _Rest:
         if row > held:
             size = (row - held) * (raw.size // len(elements))
             self._zeros = max(self._zeros, size)
+            # All zeros share one beginning, so the file is as long as the longest of them.
             extent = Extent(self._shard + 1, 0, size, mask(zeros_crc(size)))
             yield SliceRef(row_box(ref.shape, held, row - held), extent)
         extent = Extent(self._shard, len(self._content), raw.size, mask(extend(0, raw)))

@@ -106,6 +106,7 @@ def add_rows(
     seeds, index_rows, keys, _ = handles
     key = nodes.add("key", "AddV2", ids, nodes.constant("offset", _signed(OFFSET)))
     hashed = nodes.add("hash", "Mul", key, nodes.constant("multiplier", _signed(MULTIPLIER)))
+    # The shift of an int64 copies the sign bit: hence the mask.
     upper = nodes.add("upper", "RightShift", hashed, nodes.size("group_shift"))
     group = nodes.add("group", "BitwiseAnd", upper, nodes.size("group_mask"))
     seed = nodes.gather("seed", seeds, group, of=DType.INT64)
@@ -160,12 +161,15 @@ def add_joined_rows(
         for n, ids in enumerate(vectors)
     ]
     # By these marks the lookups are found when the graph is exported again.
+    # The nodes of `counts` are the last ones: add none in between.
     for each, node in zip(lookups, graph_def.node[-many:], strict=True):
         node.attr[TABLE].s, node.attr[JOINED].s = each.table.encode(), each.scope.encode()
     sizes = nodes.typed("sizes", "Pack", *counts, T=DType.INT32, N=many)
     ids = nodes.typed("ids", "ConcatV2", *vectors, axis, T=DType.INT64, N=many, Tidx=DType.INT32)
     total = nodes.typed("total", "Sum", sizes, axis, T=DType.INT32, Tidx=DType.INT32)
     ends = nodes.typed("ends", "Cumsum", sizes, axis, T=DType.INT32, Tidx=DType.INT32)
+    # Bincount ignores values from `total` on: lookups that
+    # end there, the last one among them, begin no other.
     ended = nodes.typed(
         "ended", "Bincount", ends, total, nodes.vector("weights", [], DType.INT32), T=DType.INT32
     )
@@ -178,6 +182,7 @@ def add_joined_rows(
 
     key = nodes.add("key", "AddV2", ids, nodes.constant("offset", _signed(OFFSET)))
     hashed = nodes.add("hash", "Mul", key, nodes.constant("multiplier", _signed(MULTIPLIER)))
+    # As uint64, whose shift needs no mask: each table has another one.
     shift = nodes.bitcast(
         "shift", of_each("group_shift", (64 - each.geometry.group_bits for each in lookups))
     )
@@ -190,6 +195,7 @@ def add_joined_rows(
     place = nodes.place(key, seed)
     stride = of_each("stride", (each.geometry.stride for each in lookups))
     window = nodes.add("window", "Mul", group, stride)
+    # `window` counts groups of all tables: take off those before this table.
     begins = (each.first_slot - each.first_group * each.geometry.stride for each in lookups)
     begin = nodes.add("begin", "AddV2", window, of_each("first_slot", begins))
     row = nodes.gather("row", index_rows, nodes.add("slot", "AddV2", begin, place), of=DType.INT32)
@@ -342,6 +348,7 @@ class _Nodes(Struct, frozen=True):
         """
         spread = self.add("spread", "Mul", key, seed)
         shift = self.constant("place_shift", 64 - WINDOW_BITS)
+        # of an int64: it copies the sign bit, hence the mask
         shifted = self.add("place_bits", "RightShift", spread, shift)
         return self.add("place", "BitwiseAnd", shifted, self.constant("place_mask", WINDOW - 1))
 
@@ -351,7 +358,7 @@ class _Nodes(Struct, frozen=True):
         `set_sizes` fills in the value later.
         """
         name = self.constant(which, _UNSET, dtype)
-        node = self.graph_def.node[-1]
+        node = self.graph_def.node[-1]  # the constant that was just added
         node.attr[TABLE].s, node.attr[SIZE].s = self.table.encode(), which.encode()
         return name
 

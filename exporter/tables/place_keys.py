@@ -92,6 +92,7 @@ class KeyRanges(Struct, frozen=True):
         if not self.bits:
             return np.zeros(len(hashed), np.uint8)
         # numpy sorts small integers by radix.
+        # 16 bits are enough: `MAX_ROWS` keys make 2 ** 13 ranges.
         return (hashed >> np.uint64(64 - self.bits)).astype(np.uint8 if self.bits <= 8 else np.uint16)
 
 
@@ -253,10 +254,11 @@ class _Sorting:
         rows_at = hashes_at + 8 * self.counts
         for (first, keys), counts in zip(self._blocks(self.run.keys), of_blocks, strict=True):
             hashed = hashes_of(keys.astype(np.int64, copy=False))
+            # Stable: in which blocks keys are read must not change the index.
             order = np.argsort(self.run.ranges.of_hashes(hashed), kind="stable")
             rows = (order + (self.run.row + first)).astype(np.int32)
             if left_out is not None:
-                rows ^= -left_out[first : first + len(keys)].take(order).astype(np.int32)
+                rows ^= -left_out[first : first + len(keys)].take(order).astype(np.int32)  # x ^ -1 is ~x
             hashed, starts = hashed.take(order), np.concatenate([[0], np.cumsum(counts)])
             for number in np.flatnonzero(counts).tolist():
                 part = slice(starts[number], starts[number + 1])
@@ -326,7 +328,7 @@ def bytes_of(array: Array) -> memoryview:
 KeysOfRange = Callable[[int, int], tuple[Array, Array]]
 """Reads at most that many keys of the range with that number: hashes and rows, `~row` for keys not served."""
 
-_CHUNK_GROUPS = 1 << 16  # groups placed at a time
+_CHUNK_GROUPS = 1 << 16  # groups placed at a time: another number leads to other seeds
 _FETCHED = 16  # sections fetched at a time
 
 
@@ -385,6 +387,7 @@ class RangeRun(Struct, frozen=True):
     @property
     def slots(self) -> tuple[int, int]:
         """The first slot and the number of slots: the elements of `index_rows` that the run writes."""
+        # The run before writes the window that both share.
         first = self.start * self.ranges.slots + (WINDOW if self.start else 0)
         return first, self.stop * self.ranges.slots + WINDOW - first
 
@@ -504,6 +507,7 @@ def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) ->
         ends[number], ends[number + 1] = area[:WINDOW].copy(), area[-WINDOW:].copy()
         yield _inner(ranges, number, seeds, area)
     none = np.empty(0, np.int64)
+    # The first window of all but the first run is written by the run before it.
     for number in range(start + 1 if start else 0, stop + 1):
         yield PlacedSlots(start * ranges.groups, none, number * ranges.slots, ends[number])
 
@@ -536,6 +540,8 @@ class _Placing(Struct, frozen=True):
         area[:WINDOW], area[-WINDOW:] = before, behind
         occupied = area != geometry.empty_row
         chosen = np.empty(ranges.groups, np.int64)
+        # A whole chunk, also for a few slots: seeds depend on all groups that are
+        # spread together, and must be those that the task behind this one finds.
         key, stop = 0, min(_CHUNK_GROUPS, ranges.groups) if only_first else ranges.groups
         for begin in range(0, stop, _CHUNK_GROUPS):
             part = counts[begin : begin + _CHUNK_GROUPS]
@@ -556,6 +562,7 @@ class _Placing(Struct, frozen=True):
         Raises TableFull if there are more keys than slots, KeyTwice if one of these occurs twice; if some
         keys are not served, KeyTwice for any key that occurs twice. Also raises the errors of `keys`.
         """
+        # One more than fits shows that the range is too full; made-up keys could fill memory.
         hashed, rows = self.keys(number, self.ranges.room + 1)
         if len(hashed) > self.ranges.room:
             raise self._refused(number, Crowded(keys_of(hashed)))

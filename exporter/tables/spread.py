@@ -18,7 +18,7 @@ from exporter.wire.dtypes import Array
 
 _EASY = WINDOW // 4  # keys that a window easily takes beside those of other groups
 _AT_ONCE = 1 << 12  # keys in a try; fewer keys are tried under several seeds, which hardly takes longer
-_MOST_TRIES = 1 << 21
+_MOST_TRIES = 1 << 21  # a group that finds no seed has then taken some seconds
 
 
 class Crowded(Exception):
@@ -49,7 +49,7 @@ def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple
         raise Crowded(keys[ends[largest] - counts[largest] : ends[largest]])
     firsts = ends - counts
     by_size = np.argsort(counts.astype(np.uint8), kind="stable")  # numpy sorts small integers by radix
-    owner = np.empty(len(occupied), np.int32)
+    owner = np.empty(len(occupied), np.int32)  # not cleared: only slots just written are read
     how_many = np.bincount(counts)
     for size in np.flatnonzero(how_many)[::-1].tolist():
         if size:

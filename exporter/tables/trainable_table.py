@@ -141,6 +141,7 @@ class TrainableTable(TableLookups):
         """
         with self._at_home(), self._upkeep():
             written = self.values.scatter_update(tf.IndexedSlices(values, rows))
+            # First the values: from when the index has the key, a step may read its row.
             with tf.control_dependencies([written]):
                 return self.index.lay_over(keys, rows, removed)
 
@@ -345,8 +346,8 @@ def trainable_embedding_class() -> Any:
             initializer: Any = "uniform",
             **options: Any,
         ) -> None:
-            super().__init__(**{**options, "autocast": False})
-            self.supports_jit = False
+            super().__init__(**{**options, "autocast": False})  # ids that come as floats are not rounded
+            self.supports_jit = False  # XLA compiles no hash tables
             self.dim, self.capacity, self.default, self.combiner = dim, capacity, default, combiner
             self.initializer = keras.initializers.get(initializer)
             self.table_name = table
@@ -373,6 +374,7 @@ def trainable_embedding_class() -> Any:
             size = ids.row_lengths(-1) if ragged else tf.shape(ids)[-1]
             size = tf.cast(size, total.dtype)[..., tf.newaxis] if ragged else tf.cast(size, total.dtype)
             by = {"sum": tf.ones_like(size), "mean": size, "sqrtn": tf.sqrt(size)}[self.combiner]
+            # A ragged row may have no ids.
             return tf.math.divide_no_nan(total, tf.broadcast_to(by, tf.shape(total)))
 
         def compute_output_shape(self, input_shape: Any) -> Any:

@@ -136,6 +136,7 @@ class Pipeline:
 
         pipeline = beam.Pipeline(options=PipelineOptions(flags))
         files = pipeline | beam.Create(open_directory(place).names(_WORKS))
+        # Reshuffled: without it Beam fuses the steps, and one worker does all works of a file.
         works = files | beam.FlatMap(partial(numbered_works, place)) | beam.Reshuffle()
         told = beam.BatchElements(max_batch_size=_FEW, target_batch_duration_secs=_TELL_S)
         _ = works | told | beam.Map(partial(do, place))
@@ -153,7 +154,7 @@ def put_works(directory: Directory, works: Iterable[bytes]) -> int:
     """
     waiting, count = iter(works), 0
     while some := list(islice(waiting, _FEW)):
-        directory.put(f"{_WORKS}/{count}", b"\n".join(some))
+        directory.put(f"{_WORKS}/{count}", b"\n".join(some))  # works are JSON in one line each
         count += len(some)
     return count
 

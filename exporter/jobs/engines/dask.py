@@ -39,6 +39,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     with ExitStack() as stack:
         scheduler: Any = asked.address
         if not scheduler:
+            # Loopback alone: a scheduler runs the code of everybody who reaches it.
             own = {"host": "127.0.0.1", "dashboard_address": None, "silence_logs": logging.CRITICAL}
             own |= {"n_workers": asked.cores, "threads_per_worker": 1, "local_directory": asked.files}
             stack.enter_context(dask_settings(_NO_WORKER))
@@ -52,6 +53,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         def begun(count: int) -> list[Any]:
             """Submit the next calls to Dask together, and return them."""
             calls = bundles.take(count)
+            # If it were pure, Dask would hash all bytes of each work to name the call.
             return client.map(call, calls, pure=False, **options) if calls else []
 
         done = dask.as_completed(begun(ahead))

@@ -113,7 +113,14 @@ def _started(asked: Asked, talk: Path, works: Iterable[bytes]) -> Iterator[subpr
     with (
         talk.open("wb") as errors,
         subprocess.Popen(
-            command, stdin=-1, stdout=-1, stderr=errors, env=environment, start_new_session=True
+            # A session of its own: it is killed as a group, and
+            # a terminal's Ctrl-C reaches the command alone.
+            command,
+            stdin=-1,
+            stdout=-1,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
         ) as process,
     ):
         feeder = threading.Thread(target=_feed, args=(process.stdin, works), daemon=True)
@@ -128,7 +135,7 @@ def _started(asked: Asked, talk: Path, works: Iterable[bytes]) -> Iterator[subpr
                 process.kill()
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            feeder.join()
+            feeder.join()  # only now: the kill breaks the pipe in which it may wait
 
 
 def _feed(pipe: IO[bytes], works: Iterable[bytes]) -> None:
@@ -157,7 +164,8 @@ def main() -> None:
     asked = msgspec.json.decode(sys.argv[1], type=Asked)
     _adopt_orphans()
     outcomes = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # what libraries print must not get among the outcomes
+    # As by Ctrl-C: KeyboardInterrupt closes `run` below, which cancels the engine's works.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     silent = threading.Timer(asked.silent_s, _end_silent, (asked, outcomes))
     silent.daemon = True

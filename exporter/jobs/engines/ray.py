@@ -35,6 +35,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         require_short(asked.files)
         own = {"num_cpus": asked.cores, "include_dashboard": False, "_temp_dir": asked.files}
+        # Outcomes are small; Ray refuses less than 75 MiB.
         own |= {"object_store_memory": 80 << 20, "_node_ip_address": _LOOPBACK}  # outcomes are small
     import ray
 
@@ -43,6 +44,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         call = ray.remote(**options)(execute)
     except (TypeError, ValueError) as error:
         raise UsageError(f"Ray does not take these options of --engine: {error}") from error
+    # "local", as without an address Ray joins a cluster that a left-over file names, even a dead one.
     ray.init(asked.address or "local", log_to_driver=False, logging_level="ERROR", **own)
     if own:
         require_room(options, ray.cluster_resources())
