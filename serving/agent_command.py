@@ -474,6 +474,7 @@ def agent(
     with command(printing) as sink:
         quote_logs()
         require_libraries("agent", "the agent", *_LIBRARIES)
+        # After `command`, whose handler of SIGTERM this replaces: here SIGTERM is the usual end, exit code 0.
         stop_on_sigterm()
         from serving.agent import view
         from serving.agent.by_model import by_model

@@ -188,6 +188,7 @@ def predict(
         with client_of(connect, model_name, model_base_path) as client:
             model = client.model
             metadata = client.metadata(version, label=label)
+            # The label may move: the request goes to the version whose signatures were read.
             asked = version if label is None else metadata.version
             if example:
                 _print_example(client, metadata, name, form, asked, access, model_base_path, sink)

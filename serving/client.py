@@ -371,6 +371,7 @@ class ModelClient:
         from google.protobuf.message import DecodeError
 
         path = f"/tensorflow.serving.{service}/{method}"
+        # Read once: another thread may put a new one in its place.
         connection = self._connection
         if path not in connection.calls:
             connection.calls[path] = connection.channel.unary_unary(

@@ -244,7 +244,7 @@ def reload(
         config = whole.config(entry)
         connect = partial(ModelClient, address, deadline_s=deadline, access=access)
         done = Reloader(config, connect, deadline, checks_paths=not no_path_check).run()
-        if whole.save and whole.model_config_file is not None:
+        if whole.save and whole.model_config_file is not None:  # after the reload: a refused one is not kept
             _save(config, whole.model_config_file)
         models = [ReloadedModel(one.model, one.versions, one.labels) for one in done]
         lines = [

@@ -90,6 +90,7 @@ def run_server(
       serve-model run --model_config_file=models.config --model_config_file_poll_wait_seconds=60
     """
     with command(printing) as sink:
+        # After `command`, whose handler of SIGTERM this replaces: here SIGTERM is the usual end, exit code 0.
         stop_on_sigterm()
         quote_logs()
         for note in context.ensure_object(dict).get(NOTES, ()):

@@ -250,6 +250,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             if not equals:
                 raise UsageError(f"--flag grpc_channel_arguments: {part!r} is not of the form NAME=VALUE")
             is_number = re.fullmatch("-?[0-9]+", value) is not None
+            # The length first: beyond 4300 digits `int` raises ValueError.
             if is_number and (len(value) > _LONGEST_INT32 or not -(1 << 31) <= int(value) < 1 << 31):
                 raise UsageError(
                     f"--flag grpc_channel_arguments: {part[:80]!r} is out of range",

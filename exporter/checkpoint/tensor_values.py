@@ -38,7 +38,7 @@ from exporter.wire.protos import varint
 Array = np.ndarray[Any, Any]
 
 _CHECKSUM_BYTES = 4
-_LONGEST_VARINT = 10
+_LONGEST_VARINT = 10  # of 64 bits, 7 in each byte
 
 
 def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> Array:
@@ -381,7 +381,7 @@ def _crc_form(lengths: Array) -> bytes:
     return b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths.tolist())
 
 
-_FAILED = ctypes.c_void_p(-1).value
+_FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
 
 
 def map_range(fd: int, offset: int, size: int) -> Array:
@@ -394,7 +394,7 @@ def map_range(fd: int, offset: int, size: int) -> Array:
         return np.empty(0, np.uint8)
     if offset + size > os.fstat(fd).st_size:
         raise EOFError("the range ends behind the file")
-    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY  # a map begins where a page begins
     pages = _Pages(fd, start, offset + size - start)
     return np.asarray(pages)[offset - start :]
 
@@ -416,7 +416,7 @@ class _Pages:
         }
 
     def __del__(self) -> None:
-        if hasattr(self, "_address"):
+        if hasattr(self, "_address"):  # not if `mmap` has failed
             self._unmap(self._address, self._size)
 
 

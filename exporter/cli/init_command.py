@@ -64,7 +64,7 @@ def init(
                     f"{found.model} says what to serve: no builder is needed", hint="leave out --write"
                 )
             try:
-                with write.open("x") as file:
+                with write.open("x") as file:  # a builder that somebody has completed is not overwritten
                     file.write(found.builder)
             except FileExistsError:
                 raise UsageError(f"{write} exists", hint="name a new file: --write FILE") from None

@@ -167,6 +167,7 @@ def _start(started: list[subprocess.Popen[bytes]], command: list[str], **streams
     process cannot be started.
     """
     environment = {name: value for name, value in os.environ.items() if name != "EXPORT_MODEL_CONFIG"}
+    # A process inherits the mask of the thread that starts it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, **streams))

@@ -167,6 +167,7 @@ def pull(
                     "signed could take its place. A new base says it: export-model merge "
                     f"{quoted(url)} --rebase --sign-key KEY"
                 )
+            # Last: what is trusted has been fetched, and is printed.
             for refused in done.untrusted:
                 raise refused
             return

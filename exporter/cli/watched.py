@@ -245,7 +245,7 @@ def watched(model: Path, sink: Output, metrics_port: str, heartbeat_file: str) -
     if endpoint is None:
         yield seen
         return
-    seen.look_back()
+    seen.look_back()  # for the metrics alone
     with _serving(seen, *endpoint) as port:
         shown = f"[{endpoint[0]}]" if ":" in endpoint[0] else endpoint[0]
         sink.note(f"metrics on http://{shown}:{port}/metrics")

@@ -224,7 +224,7 @@ class DeepRecIncrement(Struct, frozen=True):
         if ref is None or not name.endswith(INCR_KEYS):
             return ref is not None
         known, wanted = read_array(self.catalog, ref), read_array(before, before.tensors[name])
-        return bool(among(wanted, np.sort(known)).all())
+        return bool(among(wanted, np.sort(known)).all())  # keys are grouped by key % 1000, not sorted
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
         """Yield each changed variable of the full checkpoint with its new value or rows, checksums verified.

@@ -299,7 +299,7 @@ def _change(catalog: Catalog, changed: Changed) -> Change:
         shape = (changed.rows, *(variable.element_shape if key == variable.keys[-1] else ()))
         tensors.append(read_listed(catalog, key, dtype, shape))
     if not changed.is_table:
-        return tensors[0][0, ...]
+        return tensors[0][0, ...]  # stored as [1, ...]
     ids, values = tensors
     check_ids(catalog, variable.name, ids, variable.shape[0], of=variable.shape)
     return Rows(ids, values)

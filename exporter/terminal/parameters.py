@@ -257,6 +257,7 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
             for name, (values, _) in structs.items()
             for one in declared(type(values))
         }
+        # Before `TAKEN` is set, which has only what takes effect.
         _drop_ineffective(found, elsewhere)
         TAKEN.set(tuple(elsewhere.values()))
         MISSPELT.set(tuple(misspelt(context)))

@@ -211,7 +211,7 @@ class ExportSchedule:
         if checkpoint is None:
             return
         self._seen += 1
-        self._started = None
+        self._started = None  # it may be the same one, saved again
         if self._every and self._seen % self._every == 0:
             self._start(checkpoint)
 
@@ -322,7 +322,7 @@ class Exports:
         return self.outcomes[-1] if self.outcomes else None
 
     def _abandon(self, seconds: float) -> None:
-        waiting, self._waiting = self._waiting, None
+        waiting, self._waiting = self._waiting, None  # first, or it begins when the running one has ended
         before = self.outcomes
         self._stop()
         stopped = self.outcomes[len(before) :]  # an export may still have succeeded meanwhile
@@ -349,6 +349,7 @@ class Exports:
     def _work(self) -> None:
         while True:
             with self._changed:
+                # With the end of the thread in one lock: `start` finds it running, or begins another.
                 checkpoint, self._waiting = self._waiting, None
                 self._running = checkpoint
                 if checkpoint is None:
@@ -371,7 +372,7 @@ class Exports:
             log.info("export: %s was pruned, exporting %s", outcome.checkpoint.name, checkpoint.name)
             with self._changed:
                 self._running = checkpoint
-                self._waiting = None if self._waiting == checkpoint else self._waiting
+                self._waiting = None if self._waiting == checkpoint else self._waiting  # not exported twice
             outcome = self._export(checkpoint)
         return outcome
 

@@ -92,6 +92,7 @@ class _Fit(trainer_side.Fit):
         objects = self._objects(full)[1].values()
         tables = [each for each in objects if getattr(each, "is_dynamic_table", False)]
         accesses = [layer_access(table) for table in tables]
+        # Before the first look at the values: from here on, tables record removed keys.
         for access in accesses:
             access.begin(None)
         keyed = {str(table.name): table.rows for table in tables}

@@ -245,6 +245,7 @@ def _check_tables(stored: StoredIncrement, by_name: Mapping[str, VariableTrackin
 def _of_part(part: VariablePart, change: Change) -> tuple[Array, Array]:
     """Return a change's rows in one part, numbered within it (int64), and their values, in the same order."""
     if isinstance(change, Rows):
+        # The ids increase: `check_ids` has refused all others.
         start, stop = np.searchsorted(change.ids, [part.offset, part.offset + part.rows])
         return change.ids[start:stop] - part.offset, change.values[start:stop]
     box = tuple(slice(start, start + size) for start, size in zip(part.starts, part.shape, strict=True))

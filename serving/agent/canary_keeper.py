@@ -249,6 +249,7 @@ class Canary:
             hangs=self._hangs(),
         )
         if self.current != (log.lineage, action):
+            # Before the announcement: that wakes the replica, which reads its limit here.
             self.current = (log.lineage, action)
             self._announce(action)
         match action:
@@ -371,6 +372,7 @@ class Canary:
         client = self._client(address)
         answers: tuple[Answer, ...] = ()
         try:
+            # Before and after: a delta between two requests would mix the answers of two positions.
             before = read_incremental_status(client, version)
             with suppress(CallFailed):
                 answers = ask_golden(client, self._rules.gates.requests, version)
@@ -397,7 +399,7 @@ class Canary:
             if done < position:
                 why = "a canary rolled back what lies beyond, so that is judged first"
             self._report(EventKind.APPROVED, f"position {done} is approved: {why}", position=done)
-        self.publications.look()
+        self.publications.look()  # or the next step decides on the log of before
         return _BUSY_S if done is None else 0.0
 
     def _roll_back(self, log: Log, to: int, reason: str) -> float:
@@ -405,7 +407,7 @@ class Canary:
         self._report(EventKind.CANARY, f"rolling back what lies beyond {to}: {reason}")
         done = _run_rollback(self.publications.model.path, to, f"canary: {reason}")
         self._waiting_since.clear()
-        self.publications.look()
+        self.publications.look()  # or the next step decides on the log of before
         if done.returncode == 0:
             self._troubles = 0
             path = self.publications.model.path
@@ -516,7 +518,7 @@ class Canaries:
         finally:
             stop.set()
             for canary in self.of.values():
-                canary.publications.wake()
+                canary.publications.wake()  # its thread may sleep in `wait`, and looks at `stop` only then
             for thread in threads:
                 thread.join(1.0)
 

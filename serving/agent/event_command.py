@@ -157,7 +157,7 @@ def _variable(text: str) -> str:
 def _give(process: subprocess.Popen[bytes], document: bytes) -> None:
     """Write a document to a command's standard input and close it; a command may end without reading it."""
     assert process.stdin is not None
-    with suppress(OSError), process.stdin:
+    with suppress(OSError), process.stdin:  # in this order: closing writes what is buffered, and may fail
         process.stdin.write(document)
 
 

@@ -201,6 +201,7 @@ class Fleet:
     @staticmethod
     def _end(replicas: Sequence[Replica], grace_s: float) -> None:
         until = time.monotonic() + grace_s
+        # All before the first `join`: they share the grace.
         for replica in replicas:
             replica.end()
         for replica in replicas:

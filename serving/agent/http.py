@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _EVENTS = 30
 _MOST_BYTES = 16 << 20
 """Of a larger delta the page does not tell what it changed: `history --changes` does."""
-_WIDTH, _HEIGHT = 600, 48
+_WIDTH, _HEIGHT = 600, 48  # a pixel for each sample that `view.Recorder` keeps
 _HERE = Path(__file__).parent
 _OPEN = frozenset({"/freshz", "/healthz", "/livez", "/readyz"})
 """Paths for an orchestrator's probes: they need no token, and their responses reveal nothing of the model."""

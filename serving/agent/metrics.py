@@ -278,6 +278,7 @@ class Metrics:
         """
         from prometheus_client import generate_latest
 
+        # Before the lock: threads that write events wait for that.
         there = {(model.name, replica.address) for model in self._view().models for replica in model.replicas}
         with self._lock:
             self._forget_all_but(there)
@@ -322,6 +323,7 @@ class _Standing:
             for _, model in models
             for each in model.replicas
         ]
+        # In the order of `_GAUGES`.
         items: tuple[Collection[tuple[tuple[str, ...], Any]], ...] = (
             models,
             canaries,

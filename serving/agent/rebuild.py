@@ -76,7 +76,8 @@ class Rebuilder:
         """
         if not self._is_served_elsewhere(address, model):
             return "no other replica would serve the model meanwhile"
-        lock = self._locks.setdefault(model, Lock())
+        lock = self._locks.setdefault(model, Lock())  # one lock for all threads: `setdefault` is atomic
+        # Without waiting: this thread has a replica of its own to keep fresh.
         if not lock.acquire(blocking=False):
             return "another replica is being rebuilt"
         try:

@@ -192,7 +192,7 @@ class Replica:
     def end(self) -> None:
         """Make no more calls after the present one; does not wait for it."""
         self._stop.set()
-        self.publications.wake()
+        self.publications.wake()  # after `_stop` is set: the thread may sleep in `wait`
 
     def join(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for the present call; return True if the thread has ended."""
@@ -262,6 +262,7 @@ class Replica:
         match action:
             case Wait(until):
                 pause = min(max(0.0, until - now), _LONGEST_WAIT_S)
+                # `_seen` is of the last wait: a change since `published` was read ends this one at once.
                 self._seen = self.publications.wait(self._seen, pause)
             case Observe():
                 self._observe(client)

@@ -486,7 +486,7 @@ def superseded_s(version: Served, published: Model, now: datetime) -> float | No
 
 
 PERIOD_S = 1.0
-_KEPT = 600
+_KEPT = 600  # as many as the plot of the status page has pixels
 _COARSE_S = 10.0
 
 
