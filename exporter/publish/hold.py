@@ -392,6 +392,7 @@ class Hold(Struct, frozen=True):
         make_directories(self.directory)
         if by is None:
             return
+        # `self.by` is of the document that this one replaces: nothing says it afterwards
         document = HoldDocument(**asdict(by), instead_of=self.by, beside=decided.other)
         _written(staging, _encoded(document)).replace(self._document)
         sync(self.directory)

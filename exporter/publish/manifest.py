@@ -577,6 +577,7 @@ def _document(manifest: Manifest) -> Document:
     kind = VersionDocument if manifest.from_position is None else DeltaDocument
     said = asdict(manifest) | {
         "schema_digest": manifest.schema_digest,
+        # microseconds always: by itself `isoformat` leaves them out at a whole second
         "created": manifest.created.astimezone(timezone.utc).isoformat(timespec="microseconds")[:-6] + "Z",
     }
     return kind(**{name: said[name] for name in kind.__struct_fields__ if name in said})

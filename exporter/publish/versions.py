@@ -706,6 +706,7 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 def _is_regular(path: Path) -> bool:
     try:
+        # of the name itself: a link was not published here
         return stat.S_ISREG(path.lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False

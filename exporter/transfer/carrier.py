@@ -462,6 +462,7 @@ class Carrier:
             found = self._store.fetch(self._url.key(pending), MAX_MANIFEST_BYTES)
             if found is not None:  # else another machine has revealed it since
                 item = item_of(head.path, found[0], f"{self._url}/{head.path}")
+                # its name has 16 digits of the digest, and anybody who writes there can give that name
                 if item.digest != head.manifest:
                     raise ManifestError(
                         f"{self._url}/{pending} is not what {HEAD_FILE} says is published",

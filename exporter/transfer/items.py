@@ -298,6 +298,7 @@ def _stored_model(store: ObjectReader) -> StoredModel:
             manifests[found[1]] = each
         elif _HOLD.fullmatch(name):
             holds[name] = bytes(store.read(each, 0, min(each.size, _longest(name))))
+    # only then, as it costs requests: whoever has publications is no directory inside a model
     if not manifests:
         _require_outside_models(store.url)
     return StoredModel(objects, manifests, holds)
@@ -611,6 +612,7 @@ class Passage:
         Empty without an index. VerificationError or CheckpointError if the index is damaged, OSError if it
         cannot be read.
         """
+        # compared with the manifest first: nothing of a damaged index is believed
         index = self._index
         if index is None:
             return {}

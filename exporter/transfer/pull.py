@@ -201,6 +201,7 @@ def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
             holds[path.parent] = None if held is None else held.position
         hold = holds[path.parent]
         is_free = hold is None or item.manifest.position <= hold
+        # when it came here, not when it was published: servers list this directory
         if is_free and (path / MANIFEST_FILE).stat().st_mtime <= latest:
             found.append(item)
     return found
@@ -432,6 +433,7 @@ class LocalCopy:
             job.holds_new_logs, job.workers = self._holds_new_logs, self._workers
             done = job.run(None if head is None else head[0], progress, prune=self._prune)
             is_level = job.has_own or job.here.keys() | job.passed_by >= stored.items.keys()
+            # only if all of it is here: else a push from here would believe that it continues the head
             if head is not None and is_level and head[0].path in stored.items:
                 remember(model, self.url, head[0], job.own, job.newest)
         self._seen = seen
@@ -1008,6 +1010,7 @@ class _Pull:
         size = sum(item.bytes_ for item in wanted)
         had_base = any(not item.is_delta for item in self.here.values())
         with progress("fetching", size) as bar, self._ahead(coming, whole, bar, progress) as staged:
+            # published in order, whatever was fetched first: servers must never list a gap
             for item in coming:
                 if item.path in self.passed_by:
                     continue
@@ -1286,6 +1289,7 @@ class _Pull:
                 brought = brought if brought >= least else None
             both = Decided()
             entry = item.manifest.incremental
+            # before the base can be seen: servers would begin beyond what the canary judges first
             if self.holds_new_logs and isinstance(entry, BaseEntry):
                 log = Hold(log_path(self._model, entry.log))
                 bases = (each.manifest.lineage for each in self.here.values() if not each.is_delta)
@@ -1297,6 +1301,7 @@ class _Pull:
                     stored = HeldBy(brought, "", item.manifest.created, url=str(self._url))
                 stored = replace(stored, values_of=self._values_of({item.path: item}, item.log, brought))
                 both = Decided(self._own(name, hold.decided())).following(stored)
+                # as in `commit.publish_delta`: with one rename the delta is seen, and the hold is read
                 if both.in_force is stored:
                     hold.announce_both(both, staging)
                     held = hold.prepare(brought, staging)

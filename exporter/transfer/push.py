@@ -263,9 +263,11 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     with progress("uploading", plan.bytes_ + plan.copied) as bar:
         for item in plan.upload:
             require_sound(item, model / item.path)  # all of it: where wrong bytes went, nothing else may go
+            # with the holds of both: none is lifted before all that it holds back is there
             carrier.publish(model, item, stored.holds | plan.holds, bar, same)
             _remember(model, url, carrier.head)
     holds = carrier.with_tags(plan.holds) if plan.upload else plan.holds
+    # also to replace the head before anything is removed: a slower publisher fails then
     if carrier.shown != holds or (plan.remove and not plan.upload):
         carrier.settle(holds)
     _remember(model, url, carrier.head)

@@ -249,6 +249,7 @@ class RemoteModel:
             return
         self._carrier.probe()
         is_shown = self._carrier.decide(self._deciding, self._progress)
+        # before the store is shown, which may take longer than a decision lives unrenewed
         self._decision.enter_context(self._carrier.beating())
         if is_shown:  # the store was listed after that head, and all that it names is visible
             return
@@ -427,6 +428,7 @@ class RemoteModel:
             for item in new:
                 try:
                     is_last = item is new[-1]
+                    # until the last item the holds of both: none is lifted too early
                     held = holds if is_last else carrier.shown | holds
                     carrier.publish(self.path, item, held, bar, same, ends_decision=is_last)
                 except (PositionMoved, PublishError):

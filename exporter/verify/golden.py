@@ -170,6 +170,7 @@ def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
         )
         if not named:
             raise ValueError("it holds no requests")
+        # failures are told apart by the request's name
         if len({request.name for request in named}) < len(named):
             raise ValueError("two requests have the same name")
         for request in named:
