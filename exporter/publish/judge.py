@@ -269,6 +269,7 @@ def code_of(
     at = served.position if served.position is not None else served.number
     if model.published is None:
         return Code.UNKNOWN, ""
+    # before the error of its last update: nothing is left to update
     if at >= model.published and (is_of_log or served.position is None):
         return Code.FRESH, ""
     if error:
@@ -458,6 +459,7 @@ def _behind(model: Model, server: Server, served: Served, now: datetime, limits:
     log, where = found.log, f"{server.name} on {server.address} stands at {served.position}"
     if log is None or position is None:
         return
+    # a limit of -1 is a hold that cannot be read; beyond a canary's hold the canary itself is
     if log.limit is not None and 0 <= log.limit < position and not log.is_canary:
         yield Finding(
             Code.BEYOND_HOLD,

@@ -326,10 +326,12 @@ class _Known(Struct):
         known, found, bases = self.deltas.get(lineage, {}), {}, self.bases_of(lineage)
         begun = min(base.at.position for base in bases)
         for delta in listed:
+            # what is published never changes: each delta is read once
             read = known.get((delta.start, delta.end)) or self._delta(delta, lineage)
             if read is not None:
                 found[delta.start, delta.end] = read
         # Servers list the directory themselves, and would apply a forged delta: so they stop before it.
+        # only beyond the oldest base: no server is before it
         forged = [delta.end for delta in listed if delta.end > begun and delta.path in self.untrusted]
         if forged:
             found = {span: read for span, read in found.items() if span[1] < min(forged)}
@@ -491,6 +493,7 @@ class Model(Struct, frozen=True, dict=True):
                 raise _Lost(f"{place} has vanished: is its volume mounted?")
             held = held or holds.get(place)
         logs: dict[str, Log] = {}
+        # newest first, as versions are listed: the first base of each log is its newest
         for base in bases.values():
             if base is not None and (lineage := base.manifest.lineage) and lineage not in logs:
                 place = log_path(path, base.entry.log)

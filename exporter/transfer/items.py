@@ -208,6 +208,7 @@ def local_item(model: Path, path: Path) -> Item:
         ValueError: `path` is not below `model`.
     """
     manifest, content = _manifests.of(path / MANIFEST_FILE, _read_local)
+    # each time, as keys may be replaced: only what was parsed is kept
     require_trusted(content, path)
     check_place(manifest, path)
     return Item(path.relative_to(model).as_posix(), manifest, content)
@@ -373,6 +374,7 @@ def _with_items(
         for path, content in zip(new, contents, strict=True):
             where = f"{store.url}/{path}"
             try:
+                # before it is parsed: bytes that nobody has signed are not decoded
                 if trust is not None:
                     trust.check(content, path, where)
                 items[path] = item_of(path, content, where)
