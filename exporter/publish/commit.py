@@ -393,6 +393,7 @@ def publish_version(
                 try:
                     done = VersionDir(published.version, published.path, has_manifest=True)
                     there = (done, *versions)
+                    # after the commit and under its lock: what is retired is superseded for sure
                     retired = retire(there, keep=keep, now=clock(), grace_seconds=grace_seconds)
                 except ExportError as error:
                     warnings.append(error)

@@ -148,6 +148,7 @@ def publish_written(
             rows=rows,
             parts=span.merged_count,
             only_from=span.only_from,
+            # a delta that is marked is not read again to check it: see `finite`
             finite=log.base.entry.updates.finite,
         ),
     )

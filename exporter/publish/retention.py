@@ -173,7 +173,7 @@ def retire_deltas(
         if not new:
             break
         settled = [delta for delta in settled if delta.path not in new]
-    # of all deltas, too: a young one may begin where one of these ends, and need it
+    # of all deltas, too: a young one may end where one of these begins, which then leads on
     spare = {delta.path for delta in expendable(log.deltas, bases, needed=needed)} if unneeded else set()
     removed, trash = [], []
     for delta in unneeded:

@@ -491,6 +491,7 @@ def _parse(descriptor: int, path: Path, parse: Callable[[bytes], T]) -> T:
         raise unread_manifest(path, "read", exc) from exc
     if len(content) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{path} is longer than {MAX_MANIFEST_BYTES} bytes")
+    # the bytes that are parsed, not the file again: it could have others by then
     require_trusted(content, path.parent)
     try:
         return parse(content)

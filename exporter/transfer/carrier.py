@@ -77,6 +77,7 @@ class Carrier:
         with self._replacing:
             self.head, self._tag = found or (Head(), None)
         deciding = self.head.deciding
+        # only its own heads show that it lives: beats of an upload carry a killed one's record, too
         if deciding is not None and (deciding.owner == self.head.owner or deciding.owner != self._decider[0]):
             self._decider = deciding.owner, time.monotonic()
 
@@ -379,6 +380,7 @@ class Carrier:
                 yield file.bytes_
         passage.check_values(sent)
         for content, each in uploaded.items():
+            # with a tag alone: without one nothing would show that another object has taken its place
             if content is not None and each.tag and not item.is_delta:
                 same.add_file(content, each)
 

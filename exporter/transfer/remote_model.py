@@ -414,6 +414,7 @@ class RemoteModel:
         new.sort(key=lambda item: (item.manifest.created, item.order))
         gone = sorted(stored.manifests.keys() - here.keys())
         holds = local_holds(self.path)
+        # now: its last look at the head raises if the decision was lost, before anything is uploaded
         self._decision.close()
         if not (new or gone) and holds == carrier.shown:
             self._is_stale = False

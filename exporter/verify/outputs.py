@@ -537,6 +537,7 @@ def _difference(expected: Any, found: Any, where: str) -> float:
         return 0.0
     if expected.dtype.kind != "c" and not is_floating(expected):
         return 0.0 if np.array_equal(expected, found) else float("inf")
+    # which holds the values of all floating-point and complex types exactly
     left, right = (value.astype(np.complex128) for value in (expected, found))
     if np.isnan(right).any():
         raise VerificationError(
