@@ -441,7 +441,6 @@ class Hold(Struct, frozen=True):
         except BaseException:
             if not (self.path.is_symlink() and self.path.exists()):
                 with suppress(OSError, PublishError):
-                    # the document first, as ever
                     if said is not None:
                         said.replace(self._document)
                     self._remove() if before is None else self._replace(before)

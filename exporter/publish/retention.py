@@ -124,6 +124,7 @@ def _periodic(ours: Sequence[VersionDir], keep: Keep) -> set[int]:
             spared.add(child.version)
             continue
         for form, newest in periods.items():
+            # the newest comes last, and so stays
             newest[created.astimezone(timezone.utc).strftime(form)] = child.version
     for newest, many in zip(periods.values(), (keep.hourly, keep.daily), strict=True):
         spared.update(newest[period] for period in sorted(newest)[len(newest) - min(many, len(newest)) :])

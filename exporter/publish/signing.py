@@ -116,6 +116,7 @@ class Signer:
             LfsPointer: a file is a pointer of Git LFS.
         """
         found = Trust(tuple(map(Path, files)), self.model, self._key.public_key(), self.identity)
+        # reads the files now: a wrong one is an error of the command line, not of a later reading
         found.keys()
         return found
 
@@ -151,6 +152,7 @@ class Trust(Struct, frozen=True):
         """
         name, identity = _named(model)
         found = cls(tuple(map(Path, files)), name, identity=identity)
+        # reads the files now, as in `Signer.trusting`
         found.keys()
         return found
 
@@ -419,6 +421,7 @@ def _secret(source: str) -> bytes:
         raise UsageError(
             f"--sign-key {source} cannot be read", cause=error.strerror or str(error), hint=TO_MAKE_KEYS
         ) from None
+    # the group may read it, not write it; all others may do nothing
     if mode & 0o027 and b"PRIVATE KEY" in content:
         raise UsageError(
             f"--sign-key {source} has mode {mode:04o}: others than its owner and group may use it",

@@ -160,6 +160,7 @@ def _is_dead(root: Path) -> bool:
 
 def _remove_if_dead(root: Path) -> None:
     try:
+        # made if it is missing: its process, if it lives, finds it locked and takes another directory
         lock = open_lock(root / _LOCK)
     except OSError:
         return

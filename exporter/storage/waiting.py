@@ -18,7 +18,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 0.1  # a set event is noticed within this time: no wait is for an event and an answer
+_LOOK_SECONDS = 0.1  # a set event is noticed within this time: one cannot wait for both
 SLOW_SECONDS = 15.0
 """A call to a store without an answer for this long is reported before it ends, which may take minutes."""
 

@@ -509,6 +509,7 @@ class LocalCopy:
         head = fetch_head(store)  # before what it may name
         if self._seen.is_current(head, now):
             return self._seen
+        # with keys no local manifest stands for the store's: each must pass the check
         ours = by_path(local_items(self._model)) if trust is None else {}
         stored = stored_items(store, ours, self._seen.stored, trust=trust)
         return Seen(head, stored, now if head is not None and _is_settled(head[0], stored) else None)
@@ -1003,6 +1004,7 @@ class _Pull:
             files = files_of(self._stored, item)
             if files is not None:
                 whole[item.path] = files
+            # and nothing after it: servers would list a gap
             elif not self._passes_by(item, wanted):
                 break
         coming = [item for item in wanted if item.path in whole]
@@ -1128,6 +1130,7 @@ class _Pull:
                 once the next time, until the objects change.
             CheckpointError, PublishError: the store cannot be read, or the copy cannot be written.
         """
+        # by the manifest's digest: files of a killed pull serve the same publication alone
         staged = self._model / f"{PULL_PREFIX}{item.digest}"
         objects = frozenset(files.values())
         if objects in self._damaged:
@@ -1310,6 +1313,7 @@ class _Pull:
             sync(target.parent)
             if held is not None:
                 hold.settle(held)
+            # only now: the copy's own hold, the lower one, is in force before and after
             elif both.stored is not None:
                 hold.set(both, staging)
 
