@@ -217,6 +217,7 @@ def write_tags(tags: Mapping[str, PositionTag], staging: Staging) -> None:
         )
     path, new = staging.model / TAGS_FILE, staging.path.with_name(TAGS_FILE)
     with writing(path):
+        # left by an earlier call with this staging: `write_durably` makes new files only
         new.unlink(missing_ok=True)
         write_durably(new, content)
         new.replace(path)
