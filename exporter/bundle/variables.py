@@ -291,6 +291,7 @@ class _Writer:
         catalog = Catalog(
             _FAMILY,
             self._prefix,
+            # By bytes, as in an index.
             {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.name.encode())},
             tuple(report.path for report in reports),
             tuple(report.bytes_ for report in reports),

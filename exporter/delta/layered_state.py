@@ -237,9 +237,8 @@ class LayeredState(Struct, frozen=True, eq=False):
             raise
 
 
-_SPARSE = (
-    64  # rows between first and last per row wanted: below this, a byte for each is cheaper than a search
-)
+# Rows between first and last per row wanted: below this, a byte for each is cheaper than a search.
+_SPARSE = 64
 
 
 def _overwrite(values: Array, ids: Array, change: Rows) -> None:

@@ -301,6 +301,7 @@ def table_sections(
     count = -(-size // most)
     ids = [memory_map(ids.catalog, ids.tensor, ids.part) for ids, *_ in layers]  # `_layer_rows` checks them
     even = sorted({rows * number // count for number in range(count + 1)})
+    # with a base every row is written: equal ranges are equal work
     cuts = even if base else _cuts(ids, rows, count)
     for low, high in pairwise(cuts):
         mine = [_between(layer, some, low, high) for layer, some in zip(ranges, ids, strict=True)]

@@ -319,6 +319,7 @@ class RowReader(Struct, frozen=True, dict=True):
         They are often few of thousands.
         """
         slices, starts, longest = self._by_rows
+        # A slice that begins less than `longest` rows before `first` may reach it.
         return slices[bisect_right(starts, first - longest) : bisect_left(starts, last)]
 
     @cached_property

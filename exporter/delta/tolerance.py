@@ -274,6 +274,7 @@ class _Sieve:
         `waiting` has the rows held back so far. Raises CheckpointError and subclasses if published rows
         cannot be read, DiskFull or PublishError if rows fetched from a store cannot be kept.
         """
+        # From a store each step is a round of requests.
         step = ROWS_AT_ONCE if self._published.is_remote(self._variable.name) else _ROWS
         for start in range(0, len(self._change.ids), step):
             ids, values = self._change.ids[start : start + step], self._change.values[start : start + step]
@@ -319,6 +320,7 @@ class _Sieve:
             scores[is_due] = np.inf
         scores[held] = _HELD
         if (bound := allowed.norms.get(name)) is not None:
+            # NaN is greater than no bound, infinity than every one.
             norms = np.nan_to_num(row_norms(values_of(values) if self._is_coded else values), nan=np.inf)
             wild = norms > bound
             if wild.any():
@@ -330,6 +332,7 @@ class _Sieve:
                     held |= wild
                     scores[wild] = _WILD
                     self.wild_held += int(np.count_nonzero(wild))
+                    # A new key beyond its norm is served as zeros: its norm is its distance from them.
                     distances = np.where(wild & is_new, norms, np.nan_to_num(distances, nan=np.inf))
         self.furthest = max(self.furthest, min(float(distances[held].max(initial=0.0)), _FURTHEST))
         return scores

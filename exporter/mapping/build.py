@@ -436,6 +436,7 @@ def _find_objects(
     matches = {}
     for key in wanted:
         tensor, via = found[key].tensor, found[key].via
+        # A recipe names the tensor that was served: already the average, if one was.
         average = tensor if tensor in shadows.values() else shadows.get(tensor)
         matches[key] = _Match(average or tensor, tensor, "average" if average else via)
     return walked, matches

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from exporter.mapping.object_matching import ObjectMatches, TrainedObjects
 
 # Never decides what is served: trainers name slots as they like.
+# Keras 3 keeps a model's own weights under `optimizer/_trainable_variables`, so these are not slots.
 _SLOT_NAME = re.compile(
     r"(^|/)(Adam|Adagrad|AdagradDA|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|Proximal\w*)(_\d+)?(/|$)"
     r"|(^|/)(beta[12]_power|accumulator|momentum|velocity|learning_rate|linear)(_\d+)?$"
@@ -72,6 +73,8 @@ def _kind(name: str, tensor: TensorRef, catalog: Catalog) -> ExtraKind:
     if name == OBJECT_GRAPH:
         return ExtraKind.OBJECT_GRAPH
     parent, _, leaf = name.removesuffix(SUFFIX).rpartition("/")
+    # These before slots: `optimizer/_iterations` is called
+    # like one, an average has its owner's shape like one.
     if leaf in _ITERATIONS and tensor.shape == ():
         return ExtraKind.GLOBAL_STEP
     if leaf in _COUNTERS:

@@ -454,6 +454,7 @@ def parse_side(text: str) -> ComparedState:
         text = local_name("side", text)
         path = Path(text)
         named = split_position(text)
+        # A path may itself hold an `@`.
         if named is not None and not path.exists():
             model = Path(named[0])
             if not named[1].isdecimal() and newest_version(model) is None:
@@ -678,6 +679,7 @@ def _norms(pairs: Iterable[tuple[Array, Array]]) -> tuple[float | None, float | 
     for before, after in pairs:
         if before.dtype == object or before.dtype.kind == "b":
             return None, None
+        # Differences of unsigned integers would wrap round, squares of float16 be infinite.
         wide = np.complex128 if before.dtype.kind == "c" else np.float64
         moved = np.abs(after.astype(wide) - before.astype(wide))
         squares += float((moved**2).sum())

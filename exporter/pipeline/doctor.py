@@ -318,6 +318,7 @@ def _closed_files(model: Path) -> Iterator[Finding]:
             # in place, so that `walk` skips them
             names[:] = [name for name in names if not name.startswith(".")]
             for path in (Path(directory), *(Path(directory, name) for name in files)):
+                # A hold may be a link to a delta that is still to come; a link's own mode says nothing.
                 if path.name.startswith(".") or path.is_symlink():
                     continue
                 lost = allowed.lost_by(_Readers.of(path))

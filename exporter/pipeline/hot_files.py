@@ -84,6 +84,7 @@ class NumberFile(Struct, frozen=True):
             for start in range(0, self.count, BLOCK_ROWS):
                 block = np.empty(min(BLOCK_ROWS, self.count - start), stored)
                 at = self.offset + start * stored.itemsize
+                # A read, not a map: a file that shrinks under a map kills the process.
                 if read_at(file.fileno(), at, block.view(np.uint8).data) < block.nbytes:
                     raise CheckpointChanged(f"{self.path} became shorter after its header was read")
                 yield block.astype(np.int64)

@@ -774,6 +774,7 @@ def _all_changes(
     log, trainer = planned.log, planned.trainer
     if trainer.plan.is_known:
         remembered = () if planned.waiting is None else (planned.waiting.changes,)
+        # held-back rows first: increments have newer values of them
         layers = (*remembered, *trainer.layers())
         if needs_folding(layers, log.schema):
             layers = fold_whole(layers, log.schema, published())
@@ -797,6 +798,7 @@ def _all_changes(
         how = Comparison(scratch, known, hasher, progress=bar, runner=runner)
         found = diff(published(), trainer.state(), compared, how)
     tables = table_changes(log, trainer, scratch)
+    # Without the state's id, which only the published delta has.
     hashes = HashIndex(log.lineage, planned.position, hasher, found.hashes, state="")
     compared_bytes = found.bytes_ + tables.compared_bytes
     return _Found(Divided(found.changes | tables.changes), compared_bytes, hashes)

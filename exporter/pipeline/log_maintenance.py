@@ -230,6 +230,7 @@ def merge_run(
             rows = merger.write(stack, runner_for(jobs, log.model, merger.tasks), bar)
         how = UnderLock(permit=lambda now: require_on_way(now, what.span))
         try:
+            # Without `last`: a merger takes no new position, so later deltas may come meanwhile.
             published = publish_written(log, staging, rows, what, last=None, under_lock=how)
         except PositionMoved:  # another process tidied at the same time
             return None
@@ -429,6 +430,7 @@ def repeat(model: Path, to: int, made: DeltaOrigin, held: HeldBy | None) -> Path
             asked = restorer.resumption_of(to)
         if asked.way.made is not Restored.DELTA:
             return None
+        # Before `publish`: for a rollback, that sets a hold of its own.
         hold, own = restorer.hold, restorer.hold.decided().own
         with hold.put_back_on_failure(staging):
             done = restorer.publish(asked, staging)
@@ -765,9 +767,8 @@ def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | No
         try:
             return action(log)
         except (CheckpointError, PositionMoved, VerificationError) as error:
-            if mirror.is_remote(
-                model
-            ):  # `carry` refreshes the copy and tries again; here the copy stays the same
+            # `carry` refreshes the copy and tries again; here the copy stays the same.
+            if mirror.is_remote(model):
                 raise
             if not isinstance(error, PositionMoved) and all(delta.path.exists() for delta in log.deltas):
                 raise

@@ -264,9 +264,8 @@ def _write_merged(
         try:
             merger.write(stack, runner(merger.tasks), lambda: log.state(position), bar)
         except CorruptFile:
-            verify_bytes(
-                read_catalog(base.path / VARIABLES_PREFIX)
-            )  # a more exact error if the base is damaged
+            # a more exact error if the base is damaged
+            verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))
             raise
         # Copied anew: deltas may have changed rows that are hot.
         catalog, hot = _laid_again(base, read_catalog(bundle / VARIABLES_PREFIX), bundle)

@@ -208,6 +208,7 @@ def _check_rows(table: GraphDynamicTable, catalog: Catalog, values: TensorRef) -
         raise _other_rows(table, dtype, shape[-1] if shape else 0, catalog)
     wanted = beside_codes(*to_codes(table.defaults)[:2]) if dtype is DType.INT8 else table.defaults
     rows = RowReader(values.name, catalog, values, SliceSpec.whole(shape), dtype)
+    # As bytes: a NaN would differ from itself.
     if rows.rows(shape[0] - count, shape[0]).tobytes() != wanted.tobytes():
         raise MappingError(
             f"absent keys of table {table.name!r} read other rows in the graph than in {catalog.prefix}",
