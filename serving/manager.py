@@ -390,10 +390,11 @@ class VersionManager:
 
     def _unload(self, version: int, timeout_seconds: float | None = None) -> None:
         with self._changed:
-            served = self._served[version]
-            self._changed.wait_for(lambda: not served.borrowers, timeout_seconds)
-            if self._served.pop(version, None) is None:
-                return  # `stop` has unloaded it meanwhile
+            served = self._served.get(version)
+            if served is not None:
+                self._changed.wait_for(lambda: not served.borrowers, timeout_seconds)
+            if served is None or self._served.pop(version, None) is None:
+                return  # `stop` and the thread of an unload meet here: who comes second finds it gone
         # Outside the lock: other versions answer while TensorFlow frees this one.
         served.model.close()
         self._announce(VersionStatus(version, VersionState.END))

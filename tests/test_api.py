@@ -400,6 +400,11 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
         "",
     ),
     "a text for a number": (lambda: export("train", "m", keep=_any("3")), "keep='3': expected a whole", ""),
+    "more digits than Python reads": (
+        lambda: export("train", "m", keep=_any("9" * 5000)),
+        "expected a whole number",
+        "",
+    ),
     "a fraction": (lambda: export("train", "m", keep=_any(1.5)), "keep=1.5: expected a whole number", ""),
     "a flag for a number": (lambda: export("train", "m", keep=_any(True)), "keep=True", ""),
     "a number too small": (lambda: export("train", "m", keep=0), "keep=0: expected 1 or more", ""),

@@ -391,7 +391,7 @@ def _plain(name: str, kind: type, given: Any) -> Any:
     if kind is bool:
         return flag(name, given)
     if kind is int:
-        is_meant = isinstance(given, str) and given.strip().isdecimal()
+        is_meant = isinstance(given, str) and len(given) < 20 and given.strip().isdecimal()
         return whole(name, given, f"{name}={int(given) if is_meant else 1}")
     if kind is float:
         return number(name, given, f"{name}=0.5")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import CallFailed, ExportError, TargetBusy, UsageError
+from exporter.newer_python import module_command
 from exporter.publish.approval import approve
 from exporter.publish.commit import model_lock
 from exporter.publish.judge import command
@@ -541,11 +541,10 @@ def _run_rollback(model: Path, to: int, reason: str) -> subprocess.CompletedProc
     search = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
         [
-            *(sys.executable, "-m", "exporter", "rollback", str(model)),
-            *("--to", str(to), "--if-canary", "--reason", reason),
+            *module_command("exporter"),
+            *("rollback", str(model), "--to", str(to), "--if-canary", "--reason", reason),
         ],
-        # From Python 3.11 on: `-m` would first look for `exporter` in the working directory.
-        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": search},
+        env={**os.environ, "PYTHONPATH": search},
         capture_output=True,
         text=True,
         start_new_session=True,  # signals to the agent's group, as Ctrl-C, end no rollback

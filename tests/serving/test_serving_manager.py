@@ -433,6 +433,13 @@ def test_stopping_unloads_everything(peer: Peer) -> None:
         peer.answer()
 
 
+def test_a_version_that_was_unloaded_meanwhile_stops_nothing(peer: Peer) -> None:
+    serve(peer, 1)
+    for _ in range(2):  # `stop`, and the thread of an unload that had begun
+        peer.manager._unload(1, 0.0)
+    assert peer.manager.statuses() == [VersionStatus(1, VersionState.END)]
+
+
 def test_stopping_cuts_off_what_does_not_end(peer: Peer) -> None:
     serve(peer, 1)
     failures: list[Exception] = []
