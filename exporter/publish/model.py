@@ -264,7 +264,7 @@ class _Known(Struct):
     Another model may take its place: a base counts as long as its manifest is the same file. What is read now
     appeared after `since`, by this machine's clock; None: times are the publisher's. `skew_s` is the least by
     which the publisher's clock was ahead at the newest publication, in seconds; negative: behind.
-    `publishers` are the users that published a trainer's values, by position.
+    `publishers` are the users that last published a trainer's values, by position.
     """
 
     bases: dict[Path, tuple[FileIdentity, LogBase | None]] = field(default_factory=dict)
@@ -414,6 +414,9 @@ class _Known(Struct):
         made = entry.made if isinstance(entry, DeltaEntry) else DeltaOrigin.COMPARISON
         if manifest.publisher and made not in _OF_PERSONS:
             self.publishers[position] = manifest.publisher
+            if len(self.publishers) > _MOST_COMMITS:
+                for old in sorted(self.publishers)[:-_LAST_PUBLISHERS]:
+                    del self.publishers[old]
         # two may end at one position, a delta and a merger or base: replicas have had it since the first
         first, later = sorted((commits.get(position, new), new), key=lambda commit: commit.created)
         commits[position] = replace(first, event_time=first.event_time or later.event_time)

@@ -221,8 +221,7 @@ def compare_outputs(
             key = request.signature, output
             differences[key] = max(error, differences.get(key, 0.0))
     worst = max(differences, key=lambda key: differences[key], default=None)
-    # not `>`: NaN is not above any tolerance
-    if worst is not None and not differences[worst] <= tolerance:
+    if worst is not None and differences[worst] > tolerance:
         raise VerificationError(
             f"output {worst[1]!r} of signature {worst[0]!r} differs by {differences[worst]:.3g} from the "
             f"source graph's, the tolerance is {tolerance:.3g}",
@@ -545,7 +544,9 @@ def _difference(expected: Any, found: Any, where: str) -> float:
             cause="a graph with dropout gives this if its keep_prob is fed nothing",
             hint="freeze such placeholders: --feed keep_prob=1.0; or give real inputs: --requests FILE",
         )
-    return float(np.max(np.abs(left - right) / np.maximum(1.0, np.abs(left))))
+    with np.errstate(invalid="ignore"):  # inf - inf
+        error = np.where(left == right, 0.0, np.abs(left - right) / np.maximum(1.0, np.abs(left)))
+    return float(np.max(np.where(np.isnan(error), np.inf, error)))  # as `max` passes over NaN
 
 
 @contextmanager

@@ -37,8 +37,11 @@ def test_what_was_removed_is_forgotten(tmp_path: Path, monkeypatch: pytest.Monke
     gone = min({span.end for span in before.deltas} - {span.end for span in after.deltas})
     assert after.commits[gone], "a replica may still stand there"
     monkeypatch.setattr(model_module, "_MOST_COMMITS", 2)
-    ((_, fresh),) = Model.look(model).logs.items()
+    monkeypatch.setattr(model_module, "_LAST_PUBLISHERS", 1)
+    found = Model.look(model)
+    ((_, fresh),) = found.logs.items()
     assert len(fresh.commits) <= 2
+    assert 0 < len(found.known.publishers) <= 2
 
 
 def test_another_model_in_the_same_place_is_read_anew(tmp_path: Path) -> None:
