@@ -29,7 +29,6 @@ from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.delta.tolerance import divide
 from exporter.errors import CheckpointChanged, CorruptFile
-from exporter.jobs import task
 from exporter.storage import mirror
 from exporter.terminal.progress import NoProgress
 from exporter.wire.dtypes import DType
@@ -65,7 +64,6 @@ def objects(
     root, environment, traffic = store
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    task._reader.cache_clear()  # another module's store may have had the same name
     for directory in (tmp_path / "fetched", tmp_path / "scratch", root / tmp_path.name):
         directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "fetched"))
