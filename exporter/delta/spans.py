@@ -147,8 +147,9 @@ def plan_chain(spans: Iterable[SpanT], start: int, target: int | None = None) ->
     chain = furthest(known, start)
     position = chain[-1].end if chain else start
     if position < goal:
-        ahead = sorted(_text(span) for span in known if span.start > position)
-        found = f"the next delta is {ahead[0]}" if ahead else "no delta begins there or before"
+        ahead = [span for span in known if span.start > position]
+        next_ = min(ahead, key=lambda span: (span.start, span.end), default=None)
+        found = "no delta begins there or before" if next_ is None else f"the next delta is {_text(next_)}"
         raise DeltaGap(f"no delta leads on from {position} to {goal}", cause=found)
     return chain
 

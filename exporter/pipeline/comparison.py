@@ -683,5 +683,5 @@ def _norms(pairs: Iterable[tuple[Array, Array]]) -> tuple[float | None, float | 
         wide = np.complex128 if before.dtype.kind == "c" else np.float64
         moved = np.abs(after.astype(wide) - before.astype(wide))
         squares += float((moved**2).sum())
-        largest = max(largest, float(moved.max(initial=0.0)))
+        largest = float(np.maximum(largest, moved.max(initial=0.0)))  # `max` passes over NaN
     return math.sqrt(squares), largest

@@ -127,6 +127,14 @@ def test_merge_rollback_resume_and_verify_go_together(setting: Log) -> None:
     assert_same_bits(values_at(read_log(model), 30), before)
 
 
+def test_diff_of_rows_that_are_no_numbers_names_no_largest(tmp_path: Path) -> None:
+    for name, row in (("a-1", [1.0, 1.0]), ("b-2", [np.nan, 3.0])):
+        with BundleWriter(tmp_path / name) as writer:
+            writer.add("table", np.array([row], np.float32))
+    (table,) = export_model("diff", tmp_path / "a-1", tmp_path / "b-2", "--json").document["variables"]
+    assert (table["norm"], table["largest"]) == (None, None)
+
+
 def test_diff_shows_rows_and_norms_of_checkpoints(setting: Log, tmp_path: Path) -> None:
     for name, value in (("a-1", 1.0), ("b-2", 4.0)):
         rows = np.zeros((5, 2), np.float32)

@@ -133,6 +133,12 @@ def test_a_missing_delta_is_a_gap(positions: list[int], data: st.DataObject) -> 
             plan_chain(spans, 0)
 
 
+def test_a_gap_names_the_delta_after_it() -> None:
+    with pytest.raises(DeltaGap) as caught:
+        plan_chain([Span(10, 20), Span(9, 12)], 1)
+    assert caught.value.cause == "the next delta is 9-12"
+
+
 def test_a_rounded_delta_is_not_taken_from_inside() -> None:
     rounded = Span(10, 40, only_from=True)
     assert plan_chain([rounded, Span(10, 20), Span(20, 40)], 10) == (rounded,)
