@@ -609,11 +609,11 @@ def _resumption(model: Path, restorer: Restorer, *, lift_only: bool, lift_canary
     approved = None if lift_canary else restorer.approved_by_canary()
     is_held = bool(binding(model, restorer.log))
     was_held = is_held or (lift_canary and restorer.hold.is_canary)
-    # A resumption that was killed may have left the hold of an ended log, which it lifts last.
-    is_left = any(_is_left(Hold(log), lift_canary) for log in log_directories(model))
     before = None if lift_only or (approved is not None and not was_held) else restorer.before_rollbacks()
     if before is None or restorer.leads_back_to(before) or (restorer.hold.is_canary and not is_held):
-        return _Plan(restorer, None, approved, was_held or is_left)
+        # A resumption that was killed may have left the hold of an ended log, which it lifts last.
+        was_held = was_held or any(_is_left(Hold(log), lift_canary) for log in log_directories(model))
+        return _Plan(restorer, None, approved, was_held)
     if is_held:
         return _Plan(restorer, restorer.resumption_of(before), approved, was_held)
     raise UsageError(
