@@ -608,6 +608,11 @@ def unreachable(exc: OSError) -> ExportError:
     return Unreachable(f"cannot reach {os.fsdecode(path)}", cause=cause)
 
 
+def as_export_error(error: ExportError | OSError) -> ExportError:
+    """Return an ExportError as it is, and for an OSError the error that `unreachable` describes."""
+    return unreachable(error) if isinstance(error, OSError) else error
+
+
 def is_unread(error: BaseException | None) -> bool:
     """True if an error, or its cause, leaves a file's content unknown: the file may be undamaged.
 

@@ -24,7 +24,7 @@ from exporter.errors import (
     PositionError,
     PositionMoved,
     UsageError,
-    unreachable,
+    as_export_error,
 )
 from exporter.options import ExportRequest
 from exporter.pipeline import incremental
@@ -258,7 +258,7 @@ def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebas
     except (ExportError, OSError) as error:
         if done.published is None:
             raise
-        why = unreachable(error) if isinstance(error, OSError) else error
+        why = as_export_error(error)
         what = f"{done.published.path} is published, but no new base: {why.message}"
         raise NoNewBase(what, cause=why.cause, hint=why.hint) from why
 

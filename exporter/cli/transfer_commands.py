@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from exporter.cli.documents import Status
 from exporter.cli.log_commands import DryRunFlag
-from exporter.errors import ExportError, UsageError, unreachable
+from exporter.errors import ExportError, UsageError, as_export_error
 from exporter.options import ANYBODY, Option, Trusting
 from exporter.storage.layout import SAVED_MODEL_FILE
 from exporter.storage.local_paths import checkpoint_parser, local_path, quoted
@@ -180,8 +180,7 @@ def pull(
                 except UsageError:  # only a person mends it
                     raise
                 except (ExportError, OSError) as error:  # store, disk or publisher may be well again
-                    why = unreachable(error) if isinstance(error, OSError) else error
-                    said = _tell_once(why, said, sink)
+                    said = _tell_once(as_export_error(error), said, sink)
                 else:
                     said = _tell_once(done.untrusted[0], said, sink) if done.untrusted else ""
                     for fetched in done.fetched:

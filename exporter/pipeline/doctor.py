@@ -32,8 +32,8 @@ from exporter.errors import (
     PublishError,
     ServerError,
     VerificationError,
+    as_export_error,
     is_unread,
-    unreachable,
 )
 from exporter.newer_python import StrEnum
 from exporter.pipeline.inspect_tables import tables_of_log
@@ -980,7 +980,7 @@ def _each(check: Check, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
             return [*look()]
         except (ExportError, OSError) as error:
             if is_last or not isinstance(error, FileNotFoundError | CheckpointError):
-                return [_unexamined(unreachable(error) if isinstance(error, OSError) else error, check)]
+                return [_unexamined(as_export_error(error), check)]
     raise AssertionError("the loop returns")
 
 

@@ -139,7 +139,7 @@ def merge(
         if end is None:
             log = skip_abandoned(log, delta_path(log, merged(run)))
             run = _run(log, start, end)
-        return merge_run(log, run, jobs, progress)
+        return _merge(log, run, jobs, progress)
 
     return undisturbed(model, work)
 
@@ -222,8 +222,11 @@ def merge_run(
         EngineFailed: the engine of `jobs` failed.
         PublishError: and subclasses: the merger cannot be written, or the model not locked.
     """
-    if _is_merged(log, run):
-        return None
+    return None if _is_merged(log, run) else _merge(log, run, jobs, progress)
+
+
+def _merge(log: DeltaLog, run: Sequence[LogDelta], jobs: Jobs, progress: ProgressFactory) -> Merged | None:
+    """Merge and publish `run`, for which `_is_merged` returned False; results and errors as `merge_run`."""
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
         merger, what = _merger(log, run, staging.path, jobs)
         with progress("merging", merger.bytes_) as bar:

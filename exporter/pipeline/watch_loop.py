@@ -29,7 +29,7 @@ from exporter.errors import (
     UnsupportedFormat,
     UsageError,
     VersionExists,
-    unreachable,
+    as_export_error,
 )
 from exporter.options import FOLLOWING, Option
 from exporter.options.given import Given, parse_duration
@@ -214,7 +214,7 @@ def follow(
         try:
             found = look()
         except (ExportError, OSError) as caught:
-            error = unreachable(caught) if isinstance(caught, OSError) else caught
+            error = as_export_error(caught)
             if is_for_a_person(error):
                 raise
             if error.message != said:

@@ -25,8 +25,8 @@ from exporter.errors import (
     TruncatedFile,
     UnsupportedFormat,
     VerificationError,
+    as_export_error,
     is_unread,
-    unreachable,
 )
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, read_log
@@ -62,8 +62,7 @@ def _problem(path: Path, error: ExportError | OSError) -> Damage:
     """
     if isinstance(error, CheckpointChanged | PositionMoved | DiskFull | EngineFailed):
         raise error
-    if isinstance(error, OSError):
-        error = unreachable(error)
+    error = as_export_error(error)
     # published files are read like checkpoints, but their damage is not damage of a checkpoint
     if isinstance(error, CorruptFile | TruncatedFile | MissingShard | UnsupportedFormat):
         error = VerificationError(error.message, cause=error.cause, hint=error.hint)
